@@ -1,0 +1,129 @@
+"""The vocabulary of modelquirks and its plugin registry.
+
+Imports neither torch nor the planner. Names are looked up when first used, so that a program
+which needs a family does not pay for the plugin machinery.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from modelquirks.quirks.family import Family, group, indices_of, show, template_of
+    from modelquirks.quirks.hookspecs import (
+        GROUP,
+        ModelPlugin,
+        RecordsPlugin,
+        SchemesPlugin,
+        hookimpl,
+    )
+    from modelquirks.quirks.pattern import Binding, Pattern, PatternError, rename
+    from modelquirks.quirks.recipe import (
+        Cast,
+        Chunk,
+        Concat,
+        Dequantize,
+        Interleave,
+        Node,
+        Part,
+        RecipeError,
+        Scheme,
+        Select,
+        Slice,
+        Source,
+        Split,
+        Stack,
+        TensorType,
+        Transpose,
+        children,
+        from_json,
+        infer,
+        mapped,
+        sources,
+        to_json,
+    )
+    from modelquirks.quirks.record import (
+        ROLES,
+        Alias,
+        Convert,
+        Expected,
+        Match,
+        ModelQuirks,
+        Pack,
+        RecordError,
+        Role,
+        Tie,
+    )
+    from modelquirks.quirks.registry import (
+        ModelBuildError,
+        Origin,
+        PluginError,
+        PluginInfo,
+        Registered,
+        Registry,
+    )
+
+__all__ = [
+    "GROUP",
+    "ROLES",
+    "Alias",
+    "Binding",
+    "Cast",
+    "Chunk",
+    "Concat",
+    "Convert",
+    "Dequantize",
+    "Expected",
+    "Family",
+    "Interleave",
+    "Match",
+    "ModelBuildError",
+    "ModelPlugin",
+    "ModelQuirks",
+    "Node",
+    "Origin",
+    "Pack",
+    "Part",
+    "Pattern",
+    "PatternError",
+    "PluginError",
+    "PluginInfo",
+    "RecipeError",
+    "RecordError",
+    "RecordsPlugin",
+    "Registered",
+    "Registry",
+    "Role",
+    "Scheme",
+    "SchemesPlugin",
+    "Select",
+    "Slice",
+    "Source",
+    "Split",
+    "Stack",
+    "TensorType",
+    "Tie",
+    "Transpose",
+    "children",
+    "from_json",
+    "group",
+    "hookimpl",
+    "indices_of",
+    "infer",
+    "mapped",
+    "rename",
+    "show",
+    "sources",
+    "template_of",
+    "to_json",
+]
+
+if not TYPE_CHECKING:  # a type checker would take any name for granted
+    _MODULES = ("family", "pattern", "recipe", "record", "hookspecs", "registry")  # cheap first
+
+    def __getattr__(name: str) -> object:
+        if name in __all__:
+            for module in map(import_module, (f"{__name__}.{m}" for m in _MODULES)):
+                if name in module.__all__:
+                    globals()[name] = getattr(module, name)
+                    return globals()[name]
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

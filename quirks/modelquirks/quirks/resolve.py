@@ -1,0 +1,352 @@
+"""Which records apply to a checkpoint, and what its tensors are called after their aliases.
+
+Roles compose in a fixed order, wrapper → architecture → quantization, each seeing the names that
+the previous one produced:
+
+* aliases of the user come first: for each name the first one that matches, once;
+* wrappers: any number, repeated until none matches; a name that no alias of the user matched as it
+  is stored is then tried again as it is without wrappers;
+* architecture: one, the most specific match; two that match equally well are a conflict;
+* quantization: any number, as long as no two rename the same names differently.
+
+A record in conflict is not applied; the conflict names both records and their distributions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from modelquirks.quirks.family import Family, show
+from modelquirks.quirks.matching import why
+from modelquirks.quirks.pattern import Pattern, rename
+from modelquirks.quirks.record import ROLES, Alias, ModelQuirks
+
+if TYPE_CHECKING:
+    from modelquirks.quirks.registry import Registered
+
+__all__ = ["Applied", "Facts", "Renamed", "Resolution", "Step", "resolve"]
+
+_MAX_WRAPPERS = 16
+"""How often wrapper aliases are repeated on one name: more nesting than that is a loop."""
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What a match may look at."""
+
+    config: Mapping[str, Any]
+    families: Sequence[Family]
+    container: str = ""
+
+
+class Applied(NamedTuple):
+    """A record that applies, and why."""
+
+    registered: Registered
+    why: str
+
+    @property
+    def record(self) -> ModelQuirks:
+        """The record itself."""
+        return self.registered.record
+
+
+class Step(NamedTuple):
+    """One alias on the way from the stored to the logical name."""
+
+    quirk: str
+    """Name of the record; ``user`` for an alias of the user."""
+    rule: str
+    """``stored → model`` as written in the rule."""
+
+
+@dataclass(frozen=True, slots=True)
+class Renamed:
+    """A family of stored names, or some members of one, under the name that the aliases give."""
+
+    family: Family
+    name: str
+    """Template over the slots of ``family.template``."""
+    members: tuple[tuple[int, ...], ...] | None = None
+    """The members this is about; None: all of the family."""
+    steps: tuple[Step, ...] = ()
+
+    def indices(self) -> tuple[tuple[int, ...], ...]:
+        """Return the indices of the members this is about."""
+        return self.family.members if self.members is None else self.members
+
+    def items(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """Yield each logical name with its indices."""
+        if self.members is None and self.name == self.family.template:
+            yield from zip(self.family.names, self.family.members, strict=True)
+            return
+        for member in self.indices():
+            yield self.name.format(*member), member
+
+
+@dataclass(frozen=True, slots=True)
+class Resolution:
+    """The records that apply and the logical names of all stored families."""
+
+    applied: tuple[Applied, ...]
+    renamed: tuple[Renamed, ...]
+    conflicts: tuple[str, ...] = ()
+    problems: tuple[str, ...] = ()
+    """Requests that could not be met: a record asked for that does not exist."""
+
+    def records(self) -> Iterator[ModelQuirks]:
+        """Yield the records in the order of their roles."""
+        for applied in self.applied:
+            yield applied.record
+
+
+@dataclass(frozen=True, slots=True)
+class _Request:
+    force: frozenset[str]
+    exclude: frozenset[str]
+    known: Collection[str]
+    conflicts: list[str] = field(default_factory=list)
+
+
+def resolve(
+    registered: Sequence[Registered],
+    facts: Facts,
+    *,
+    known: Collection[str] = (),
+    aliases: Sequence[Alias] = (),
+    force: Iterable[str] = (),
+    exclude: Iterable[str] = (),
+) -> Resolution:
+    """Return the records that apply to *facts* and what they call each stored family.
+
+    *known* holds the names of the model, if there is one: no alias of a record takes a name away
+    that the model has. *aliases* are the user's own. Records named in *force* apply even if they
+    do not match, those in *exclude* never.
+    """
+    request = _Request(frozenset(force), frozenset(exclude), known)
+    names = [Renamed(family, family.template) for family in facts.families]
+    by_user = [("user", alias) for alias in aliases]
+    names = _pass(names, by_user)
+    wrappers, names = _unwrapped(
+        [r for r in registered if r.record.role == "wrapper"], facts, names, request
+    )
+    names = _pass_once(names, by_user)
+    applied = list(wrappers)
+    for role in ROLES[1:]:
+        candidates = [r for r in registered if r.record.role == role]
+        chosen = _choose(candidates, facts, names, request)
+        if role == "architecture":
+            chosen = _most_specific(chosen, request)
+            names = _pass(names, _rules(chosen), _leads_away(known))
+        else:
+            chosen, names = _quantized(chosen, names, request)
+        applied += chosen
+    existing = {r.record.name for r in registered}
+    problems = [
+        f"quirk {name!r} does not exist; `modelquirks plugins list` shows those that do"
+        for name in sorted((request.force | request.exclude) - existing)
+    ]
+    return Resolution(tuple(applied), tuple(names), tuple(request.conflicts), tuple(problems))
+
+
+def _first(pattern: Pattern, pieces: Iterable[Renamed]) -> str | None:
+    """Return the name of the first piece that has a member which fits *pattern*."""
+    for piece in pieces:
+        binding = pattern.match(piece.name)
+        if binding is not None and _hits(piece.indices(), binding.fixed):
+            return piece.name
+    return None
+
+
+def _choose(
+    candidates: Sequence[Registered], facts: Facts, names: Sequence[Renamed], request: _Request
+) -> list[Applied]:
+    """Return the candidates that match or are forced, without those that others override."""
+    chosen: list[Applied] = []
+    for registered in candidates:
+        record = registered.record
+        if record.name in request.exclude:
+            continue
+        reason = why(record.match, facts.config, lambda p: _first(p, names), facts.container)
+        if reason is None and record.name in request.force:
+            reason = "asked for by name"
+        if reason is not None:
+            chosen.append(Applied(registered, reason))
+    overridden = {name for applied in chosen for name in applied.record.overrides}
+    return [applied for applied in chosen if applied.record.name not in overridden]
+
+
+def _most_specific(chosen: Sequence[Applied], request: _Request) -> list[Applied]:
+    forced = [a for a in chosen if a.record.name in request.force]
+    pool = forced or list(chosen)
+    if not pool:
+        return []
+    top = max(a.record.match.specificity for a in pool)
+    best = [a for a in pool if a.record.match.specificity == top]
+    if len(best) == 1:
+        return best
+    request.conflicts.append(
+        f"{len(best)} architecture quirks match equally well: {_named(best)}. "
+        f"Choose with --quirk {best[0].record.name} or --no-quirk {best[1].record.name}; "
+        "their authors can settle it with overrides={…}"
+    )
+    return []
+
+
+def _named(applied: Iterable[Applied]) -> str:
+    return ", ".join(f"{a.record.name!r} from {a.registered.origin} ({a.why})" for a in applied)
+
+
+def _rules(chosen: Iterable[Applied]) -> list[tuple[str, Alias]]:
+    return [(a.record.name, alias) for a in chosen for alias in a.record.aliases]
+
+
+def _has(known: Collection[str], piece: Renamed) -> bool:
+    """Tell whether the model has a tensor by one of the names of *piece*."""
+    return bool(known) and any(name in known for name, _ in piece.items())
+
+
+def _apply(piece: Renamed, quirk: str, alias: Alias) -> tuple[Renamed, Renamed | None] | None:
+    """Return *piece* renamed and the rest that the rule does not touch; None if no match."""
+    found = rename(Pattern(alias.stored), Pattern(alias.model), piece.name)
+    if found is None:
+        return None
+    name, fixed = found
+    step = Step(quirk, f"{alias.stored} → {alias.model}")
+    if not fixed:
+        return replace(piece, name=name, steps=(*piece.steps, step)), None
+    hits, rest = _partition(piece.indices(), fixed)
+    if not hits:
+        return None
+    renamed = replace(piece, name=name, members=hits, steps=(*piece.steps, step))
+    return renamed, replace(piece, members=rest) if rest else None
+
+
+_Members = tuple[tuple[int, ...], ...]
+
+
+def _hits(members: _Members, fixed: Mapping[int, int]) -> _Members:
+    """Return the *members* with the *fixed* indices."""
+    if not fixed:
+        return members
+    return tuple(m for m in members if all(m[slot] == value for slot, value in fixed.items()))
+
+
+def _partition(members: _Members, fixed: Mapping[int, int]) -> tuple[_Members, _Members]:
+    """Split *members* into those with the *fixed* indices and the others."""
+    hits = _hits(members, fixed)
+    chosen = set(hits)
+    return hits, tuple(m for m in members if m not in chosen)
+
+
+def _pass(
+    pieces: Sequence[Renamed],
+    rules: Sequence[tuple[str, Alias]],
+    protected: Callable[[Renamed, Renamed], bool] = lambda before, after: False,
+) -> list[Renamed]:
+    """Apply the first alias that matches to each piece, once, unless it is *protected* from it."""
+    done: list[Renamed] = []
+    todo = list(reversed(pieces))
+    while todo:
+        piece = todo.pop()
+        for quirk, alias in rules:
+            outcome = _apply(piece, quirk, alias)
+            if outcome is None:
+                continue
+            renamed, rest = outcome
+            if protected(replace(renamed, name=piece.name), renamed):
+                continue
+            done.append(renamed)
+            if rest is not None:
+                todo.append(rest)
+            break
+        else:
+            done.append(piece)
+    return done
+
+
+def _leads_away(known: Collection[str]) -> Callable[[Renamed, Renamed], bool]:
+    """Return the test for an alias that would take a name away that the model has."""
+    return lambda before, after: _has(known, before) and not _has(known, after)
+
+
+def _pass_once(pieces: Sequence[Renamed], rules: Sequence[tuple[str, Alias]]) -> list[Renamed]:
+    """Apply *rules* to the pieces that none of their records has renamed yet."""
+    records = {quirk for quirk, _ in rules}
+    return [
+        new
+        for piece in pieces
+        for new in (
+            [piece] if any(step.quirk in records for step in piece.steps) else _pass([piece], rules)
+        )
+    ]
+
+
+def _unwrapped(
+    candidates: Sequence[Registered],
+    facts: Facts,
+    pieces: Sequence[Renamed],
+    request: _Request,
+) -> tuple[list[Applied], list[Renamed]]:
+    """Remove wrappers until none matches: what one hid, the next round sees."""
+    chosen: dict[str, Applied] = {}
+    done = list(pieces)
+    for _ in range(_MAX_WRAPPERS):
+        for applied in _choose(candidates, facts, done, request):
+            chosen.setdefault(applied.record.name, applied)
+        before = [piece.name for piece in done]
+        done = _unwrap(done, list(chosen.values()), request.known)
+        if [piece.name for piece in done] == before:
+            break
+    else:
+        request.conflicts.append(
+            f"the aliases of {_named(chosen.values())} still find something to rename after "
+            f"{_MAX_WRAPPERS} rounds: they undo each other. Switch one off with --no-quirk"
+        )
+    return list(chosen.values()), done
+
+
+def _unwrap(
+    pieces: Sequence[Renamed], chosen: Sequence[Applied], known: Collection[str]
+) -> list[Renamed]:
+    """Apply each wrapper's aliases once to the names that the model does not have."""
+    # The longest prefix first: `_fsdp_wrapped_module.` must not be half eaten by `module.`.
+    flat = sorted(_rules(chosen), key=lambda rule: -len(rule[1].stored))
+    return _pass(pieces, flat, lambda before, after: _has(known, before))
+
+
+def _quantized(
+    chosen: Sequence[Applied], pieces: Sequence[Renamed], request: _Request
+) -> tuple[list[Applied], list[Renamed]]:
+    """Apply the aliases of all quantisation records; drop records that contradict each other."""
+    bad: dict[str, None] = {}
+    for piece in pieces:
+        if clashing := _clashing(piece, chosen):
+            both = [applied for applied, _ in clashing]
+            names = " and ".join(repr(show(t)) for t in dict.fromkeys(r.name for _, r in clashing))
+            message = f"{_named(both)} rename {show(piece.name)!r} differently: to {names}"
+            if message not in request.conflicts:
+                request.conflicts.append(message)
+            bad.update(dict.fromkeys(a.record.name for a in both))
+    kept = [a for a in chosen if a.record.name not in bad]
+    return kept, _pass(pieces, _rules(kept), _leads_away(request.known))
+
+
+def _clashing(piece: Renamed, chosen: Sequence[Applied]) -> list[tuple[Applied, Renamed]]:
+    """Return the records that rename a member of *piece* in different ways, and to what."""
+    found: list[tuple[Applied, Renamed]] = []
+    for applied in chosen:
+        name = applied.record.name
+        outcomes = (_apply(piece, name, alias) for alias in applied.record.aliases)
+        if (outcome := next((o for o in outcomes if o is not None), None)) is not None:
+            found.append((applied, outcome[0]))
+    return [
+        (applied, renamed)
+        for applied, renamed in found
+        if any(
+            renamed.name != other.name and set(renamed.indices()) & set(other.indices())
+            for _, other in found
+        )
+    ]
