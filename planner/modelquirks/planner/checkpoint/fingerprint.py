@@ -1,0 +1,68 @@
+"""Whether the files of a checkpoint are still those whose headers were read."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+from modelquirks.planner.checkpoint.file_kind import look
+from modelquirks.planner.checkpoint.manifest import Shard, StoredTensor
+from modelquirks.planner.checkpoint.safetensors_header import header_digest
+from modelquirks.planner.finding import Finding
+
+__all__ = ["changed", "layout_digest"]
+
+
+def layout_digest(tensors: Iterable[StoredTensor]) -> str:
+    """Return a digest of where each tensor is read from.
+
+    The files may all be as they were, and yet another index, or a further file in the folder, have
+    tensors read from elsewhere.
+    """
+    places = sorted(f"{t.name}\0{t.shard}\0{t.begin}" for t in tensors)
+    return hashlib.sha256("\n".join(places).encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def changed(root: Path, shards: Sequence[Shard], *, same_place: bool) -> list[Finding]:
+    """Return an error for each file of *shards* in the folder *root* that is not as it was.
+
+    Sizes and headers are compared. *same_place*: the files should not have been written since, so
+    that the time of the last change counts as well: equal headers do not mean equal weights. Leave
+    it False where the checkpoint was copied.
+    """
+    return [
+        Finding("shard-changed", "error", f"{shard.name!r} {what}; make the plan again.")
+        for shard in shards
+        for what in _differences(root, shard, same_place=same_place)
+    ]
+
+
+def _differences(root: Path, shard: Shard, *, same_place: bool) -> Iterator[str]:
+    """Yield at most one difference, the plainest."""
+    path = root / shard.name
+    now = look(path)
+    if shard.size_bytes is None:
+        if now.kind != "absent":
+            yield "was not there when the plan was made and is now"
+    elif now.kind in ("absent", "special", "unreadable"):
+        yield "is gone" if now.kind == "absent" else "can no longer be read"
+    elif now.size_bytes != shard.size_bytes:
+        yield f"had {shard.size_bytes:,} bytes when the plan was made and has {now.size_bytes:,}"
+    elif _digest(path, now.kind) != shard.digest:
+        yield "has another header than when the plan was made"
+    elif same_place and shard.mtime_ns is not None and now.mtime_ns != shard.mtime_ns:
+        yield "was written again since the plan was made, with the same header"
+
+
+def _digest(path: Path, kind: str) -> str | None:
+    if kind in ("zip", "legacy"):
+        from modelquirks.planner.checkpoint.torch_zip import (
+            read_torch,  # 10 ms that others do without
+        )
+
+        return read_torch(path).shard.digest
+    try:
+        return header_digest(path)
+    except OSError:
+        return None

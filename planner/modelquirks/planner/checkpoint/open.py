@@ -1,0 +1,253 @@
+"""``open_manifest``: what a checkpoint holds, from the headers of its files.
+
+A checkpoint that can be recognised gives a :class:`Manifest`, whatever is wrong with it: the faults
+are findings in it, so that all of them can be shown at once and the rest can be looked at.
+"""
+
+from __future__ import annotations
+
+import gc
+import re
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from modelquirks.planner.checkpoint.file_kind import look
+from modelquirks.planner.checkpoint.folder import Candidate, Folder, list_folder, series_of
+from modelquirks.planner.checkpoint.index import Index, format_of, read_index
+from modelquirks.planner.checkpoint.json_text import JsonProblem, read_json
+from modelquirks.planner.checkpoint.manifest import Manifest
+from modelquirks.planner.checkpoint.shards import Content, beside, read_files, read_indexed
+from modelquirks.planner.checkpoint.weight_file import is_whole
+from modelquirks.planner.finding import Finding, Severity, shown
+
+__all__ = ["CheckpointError", "open_manifest"]
+
+_ORDER: Mapping[Severity, int] = {"error": 0, "warning": 1, "info": 2}
+_LOOKED_FOR = (
+    "*.safetensors.index.json, *.safetensors, pytorch_model.bin.index.json, *.bin, *.pt, *.pth, "
+    "*.ckpt, index.json"
+)
+
+
+_COUNT = re.compile(r"-of-0*([0-9]{1,6})\.")
+
+
+class CheckpointError(ValueError):
+    """The path is not there, or is no kind of checkpoint."""
+
+
+def open_manifest(path: str | Path) -> Manifest:
+    """Return what the checkpoint *path* holds: a folder, a weight file or an index.
+
+    Reads headers only and executes nothing. In a folder, one checkpoint is chosen by a fixed order
+    and what else is there is named in the findings; give the path of a file to choose it. Raises
+    :class:`CheckpointError` if the path is not there or is no kind of checkpoint; unreadable
+    content is an error among the findings.
+    """
+    if not str(path):
+        raise CheckpointError("'' names no checkpoint; give a folder, a weight file or an index")
+    path = Path(path)
+    with _collector_paused():
+        try:
+            if path.is_dir():
+                return _open_folder(path)
+            return _open_file(path)
+        except OSError as error:
+            reason = error.strerror or error
+            raise CheckpointError(f"{str(path)!r} cannot be read: {reason}") from error
+
+
+@contextmanager
+def _collector_paused() -> Generator[None]:
+    """Keep the garbage collector from going through 200,000 new tuples again and again."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+def _open_file(path: Path) -> Manifest:
+    kind = look(path).kind
+    if kind in ("absent", "special"):
+        link = " (a link to something that is not there)" if path.is_symlink() else ""
+        raise CheckpointError(f"{str(path)!r} is not a file or folder that exists{link}")
+    if path.name.endswith(".json"):
+        index = read_index(path)
+        if not index.is_index and not path.name.endswith("index.json"):
+            raise CheckpointError(
+                f"{str(path)!r} is no checkpoint: its JSON has no 'weight_map'; give a folder, a "
+                "weight file or an index"
+            )
+        content = read_indexed(list_folder(path.parent), index)
+        return _manifest(path.parent, path, content)
+    if kind == "unknown" and format_of(path.name) == "unknown":
+        raise CheckpointError(
+            f"{str(path)!r} is no kind of checkpoint that is known, by its name or its first bytes "
+            f"({look(path).head[:8]!r}); give a folder, a weight file or an index"
+        )
+    content = read_files(path.parent, (path.name,), follow_links=True)
+    return _manifest(path.parent, path, content, *_part_of_several(path))
+
+
+def _open_folder(root: Path) -> Manifest:
+    folder = list_folder(root)
+    if not folder.candidates:
+        raise CheckpointError(_nothing_in(folder))
+    chosen, index, findings = _choose(folder)
+    if index is None:
+        content = read_files(root, chosen.files)
+        findings += _about_count(chosen.files)
+    else:
+        content = read_indexed(folder, index)
+    findings += _rivals(folder, chosen, index)
+    return _manifest(root, root, content, *findings)
+
+
+def _choose(folder: Folder) -> tuple[Candidate, Index | None, list[Finding]]:
+    """Return the best candidate, and its index if it is one.
+
+    An index that cannot be read or of which no file is there gives way to what is whole.
+    """
+    chosen = folder.candidates[0]
+    if chosen.kind != "index":
+        return chosen, None, []
+    index = read_index(folder.root / chosen.files[0])
+    if any(map(folder.has, index.inside)):
+        return chosen, index, []
+    if found := _stand_in(folder):
+        other, instead = found
+        text = (
+            f"none of the files that the index {chosen.files[0]!r} names can be read; "
+            f"{other.files[0]!r} was taken instead, whose files are here."
+        )
+        doubts = [one._replace(severity="warning") for one in index.findings]
+        return other, instead, [*doubts, Finding("rival-weights", "warning", text)]
+    if chosen.files == ("index.json",) and not index.is_index:
+        raise CheckpointError(_nothing_in(folder))
+    return chosen, index, []
+
+
+def _stand_in(folder: Folder) -> tuple[Candidate, Index | None] | None:
+    """Return the next candidate that is whole: a file, or an index with all its files."""
+    for other in folder.candidates[1:]:
+        path = folder.root / other.files[0]
+        if other.kind == "file" and not _is_adapter(other.files[0]) and is_whole(path):
+            return other, None
+        if other.kind == "index":
+            index = read_index(path)
+            if index.inside and all(map(folder.has, index.inside)):
+                return other, index
+    return None
+
+
+def _manifest(root: Path, path: Path, content: Content, *findings: Finding) -> Manifest:
+    config, about_config = _read_config(root)
+    found = [*content.findings, *findings, *about_config]
+    if any(_is_adapter(shard.name) for shard in content.shards):
+        text = "these are the weights of an adapter, to be put on top of a base model."
+        found.append(Finding("adapter", "info", text))
+    return Manifest(
+        root=root,
+        path=path,
+        format=content.format,
+        tensors=content.tensors,
+        shards=content.shards,
+        config=config,
+        findings=tuple(sorted(found, key=lambda one: (_ORDER[one.severity], one.code))),
+        declared_bytes=content.declared_bytes,
+        container=content.container,
+        metadata=content.metadata,
+    )
+
+
+def _read_config(root: Path) -> tuple[Mapping[str, Any], tuple[Finding, ...]]:
+    """Return config.json, ``{}`` if it is absent or cannot be read (which is a finding)."""
+    path = root / "config.json"
+    if not path.is_file():
+        return {}, ()
+    config, _ = read_json(path)
+    if isinstance(config, dict):
+        return config, ()
+    found = config.text if isinstance(config, JsonProblem) else f"is a JSON {type(config).__name__}"
+    text = f"'config.json' {found}; it is not used, and rules that depend on it do not apply."
+    return {}, (Finding("config-unreadable", "warning", text),)
+
+
+def _rivals(folder: Folder, chosen: Candidate, index: Index | None) -> Iterator[Finding]:
+    """Name what else in the folder could have been meant."""
+    used = {*chosen.files, *(index.shards if index else ())}
+    if index is not None:
+        same = {series_of(shard) for shard in index.shards}
+        stale = [name for name in beside(folder, index) if series_of(name) in same]
+        used.update(stale)
+        if stale:
+            text = (
+                f"the index {chosen.files[0]!r} does not name these files of its series, which are "
+                f"not read: {shown(stale)}. They may be of another version of the checkpoint."
+            )
+            yield Finding("extra-shards", "warning", text)
+    rivals = [one for one in folder.candidates if not used.issuperset(one.files)]
+    indexes = [one.files[0] for one in rivals if one.kind == "index"]
+    of_index = {format_of(name.removesuffix(".index.json")) for name in indexes}
+    files = [name for one in rivals if one.kind in ("file", "files") for name in one.files]
+    others = [
+        name
+        for name in dict.fromkeys(files)
+        if name not in used and not ("-of-" in name and format_of(name) in of_index)
+    ]
+    taken = f"{shown(chosen.files, 3)} was taken: {chosen.why}"
+    if indexes and index is not None:
+        text = f"{taken}. Not taken: {shown(indexes)}; give the path of the one that you mean."
+        yield Finding("several-indexes", "warning", text)
+    if others:
+        text = f"{taken}. Not taken: {shown(others)}; give the path of the file that you mean."
+        yield Finding("rival-weights", "warning", text)
+    foreign = [one.files[0] for one in rivals if one.kind == "foreign"]
+    if copies := [*foreign, *(f"{name}/" for name in folder.subfolders)]:
+        text = f"weights of other formats or in folders below were not read: {shown(copies)}."
+        yield Finding("other-copies", "info", text)
+    if "adapter_config.json" in folder.names and not _is_adapter(chosen.files[0]):
+        text = "an adapter lies beside the base model ('adapter_config.json'); it is not applied."
+        yield Finding("adapter-beside", "info", text)
+
+
+def _about_count(names: Sequence[str]) -> Iterator[Finding]:
+    """Say so if there should be more files by their names (which may lie)."""
+    counts = {int(count) for name in names for count in _COUNT.findall(name)}
+    if counts and max(counts) > len(names):
+        text = f"by their names there should be {max(counts)} files; here are {len(names)}."
+        yield Finding("series-incomplete", "warning", text)
+
+
+def _part_of_several(path: Path) -> Iterator[Finding]:
+    """Say so if a file that was named is one of a series."""
+    folder = list_folder(path.parent)
+    same = [name for name in folder.weights if series_of(name) == series_of(path.name)]
+    if "-of-" in path.name and (len(same) > 1 or "-of-00001." not in path.name):
+        text = (
+            f"{path.name!r} is one part of several by its name; only this part is read. Give the "
+            "folder or the index to read all."
+        )
+        yield Finding("one-of-several", "warning", text)
+
+
+def _is_adapter(name: str) -> bool:
+    return name.startswith("adapter_model.")
+
+
+def _nothing_in(folder: Folder) -> str:
+    """Return the sentence for a folder without a checkpoint, with what could be meant instead."""
+    found = {0: "no files", 1: "1 file"}.get(len(folder.names), f"{len(folder.names)} files")
+    hint = ""
+    if ".metadata" in folder.names or any(name.endswith(".distcp") for name in folder.names):
+        hint = "; it looks like a torch distributed checkpoint, which is not read yet"
+    elif "latest" in folder.names:
+        hint = "; it looks like a DeepSpeed checkpoint: give one of its '*model_states.pt' files"
+    elif folder.subfolders:
+        hint = f"; there are weights in the folders below: {shown(folder.subfolders)}"
+    return f"{str(folder.root)!r} holds no checkpoint: {found}, none of {_LOOKED_FOR}{hint}"

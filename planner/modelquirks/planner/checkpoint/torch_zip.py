@@ -1,0 +1,205 @@
+"""Files of ``torch.save``: where each tensor lies, without torch and without running the pickle.
+
+Since torch 1.6 they are zip files: ``data.pkl`` describes the tensors and each storage is a record
+of its own. Torch maps such files into memory without checking them (2.13: a record that is too
+short or compressed is loaded as garbage with ``mmap=True``), so here every record must be stored
+as it is and have exactly the bytes that its storage needs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import struct
+import zipfile
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
+
+from modelquirks.planner.checkpoint.file_kind import Look, look, not_weights
+from modelquirks.planner.checkpoint.header import Header, unread
+from modelquirks.planner.checkpoint.manifest import Shard
+from modelquirks.planner.checkpoint.pickle_machine import MAX_BYTES, PickleProblem
+from modelquirks.planner.checkpoint.pickle_names import about_names
+from modelquirks.planner.checkpoint.place_tensors import place_tensors
+from modelquirks.planner.checkpoint.state_dict import find_weights
+from modelquirks.planner.checkpoint.torch_legacy import read_legacy
+from modelquirks.planner.checkpoint.torch_pickle import StorageRecord, TensorRecord, load
+from modelquirks.planner.finding import Finding, shown
+
+__all__ = ["read_torch"]
+
+_ZIP_ERRORS = (zipfile.BadZipFile, struct.error, ValueError, NotImplementedError)
+_LOCAL = struct.Struct("<4s22xHH")  # signature, …, length of the name, length of the extra field
+_FORMATS = {
+    "tar": "is a tar archive, as torch wrote before version 0.2; load and save it again with torch",
+    "pickle": "is a pickle, but no file of torch.save",
+    "safetensors": "is a safetensors file; give it that name",
+    "unknown": "is no file of torch.save",
+}
+
+
+class _Archive(NamedTuple):
+    """An open zip file of ``torch.save``."""
+
+    file: BinaryIO
+    reader: zipfile.ZipFile
+    records: Mapping[str, zipfile.ZipInfo]
+    """By name below the folder in which all of them are."""
+
+
+class _Refused(ValueError):
+    """The file cannot be read; carries the finding."""
+
+    def __init__(self, code: str, text: str) -> None:
+        super().__init__(text)
+        self.code = code
+
+
+def read_torch(path: Path, *, shard: str = "") -> Header:
+    """Return the weights that a file of ``torch.save`` holds, of either format.
+
+    *shard* is the name to use in the result and in messages, by default the file's own. Never
+    raises for what is in the file, nor for a file that is not there.
+    """
+    shard = shard or path.name
+    seen = look(path)
+    if seen.kind == "absent":
+        return unread(shard, seen, Finding("shard-missing", "error", f"{shard!r} is not there."))
+    try:
+        if seen.kind == "legacy":
+            return read_legacy(path, shard=shard, seen=seen)
+        if seen.kind == "zip":
+            return _read_zip(path, shard=shard, seen=seen)
+    except _Refused as refused:
+        return unread(shard, seen, Finding(refused.code, "error", f"{shard!r} {refused}."))
+    except OSError as error:
+        text = f"{shard!r} cannot be read: {error.strerror or error}."
+        return unread(shard, seen, Finding("file-unreadable", "error", text))
+    wrong = not_weights(shard, seen)
+    text = f"{shard!r} {_FORMATS.get(seen.kind, '')} (it begins with {seen.head[:8]!r})."
+    return unread(shard, seen, wrong or Finding("wrong-format", "error", text))
+
+
+def _read_zip(path: Path, *, shard: str, seen: Look) -> Header:
+    with path.open("rb") as file:
+        archive = _opened(file)
+        pickled = _content(archive, "data.pkl")
+        try:
+            saved = load(io.BytesIO(pickled))
+        except PickleProblem as problem:
+            raise _Refused("pickle-invalid", str(problem)) from problem
+        file.seek(archive.reader.start_dir)
+        digest = hashlib.sha256(file.read())
+        digest.update(pickled)
+        begins, faults = _begins(archive, saved.storages.values())
+    weights = find_weights(shard, saved.value)
+    entries, beyond = place_tensors(shard, weights.tensors, begins=begins)
+    found = (
+        *about_names(shard, saved.globals),
+        *weights.findings,
+        *beyond,
+        *_record_findings(shard, faults, weights.tensors),
+    )
+    stored = Shard(shard, seen.size_bytes, seen.mtime_ns, digest.hexdigest())
+    return Header(stored, "torch", entries, {}, found, weights.container)
+
+
+def _opened(file: BinaryIO) -> _Archive:
+    try:
+        archive = zipfile.ZipFile(file)
+    except (*_ZIP_ERRORS, OSError) as error:
+        raise _Refused(
+            "zip-truncated",
+            f"begins as a zip file and has no whole directory at its end ({error}): it is cut off",
+        ) from error
+    names = archive.namelist()
+    if len(set(names)) != len(names):
+        raise _Refused("zip-invalid", "is a zip file in which a record occurs twice")
+    root = next((name[: -len("data.pkl")] for name in names if name.endswith("/data.pkl")), None)
+    if root is None:
+        raise _Refused(
+            "wrong-format", f"is a zip file without data.pkl, not of torch.save: {shown(names, 3)}"
+        )
+    if f"{root}constants.pkl" in names or any(name.startswith(f"{root}code/") for name in names):
+        raise _Refused(
+            "torchscript",
+            "is a TorchScript archive, code and weights in one; save the module's state_dict()",
+        )
+    below = {i.filename.removeprefix(root): i for i in archive.infolist()}
+    found = _Archive(file, archive, below)
+    if "byteorder" in below and (order := _content(found, "byteorder")) != b"little":
+        raise _Refused("big-endian", f"has the byte order {order!r:.20}; only 'little' is read")
+    return found
+
+
+def _content(archive: _Archive, name: str) -> bytes:
+    """Return the bytes of a small record."""
+    try:
+        with archive.reader.open(archive.records[name]) as record:
+            content = record.read(MAX_BYTES + 1)
+    except (*_ZIP_ERRORS, zlib.error, EOFError, RuntimeError) as error:
+        raise _Refused("zip-invalid", f"has a broken record {name!r} ({error})") from error
+    if len(content) > MAX_BYTES:
+        raise _Refused("pickle-invalid", f"has a record {name!r} of more than {MAX_BYTES:,} bytes")
+    return content
+
+
+def _begins(
+    archive: _Archive, storages: Iterable[StorageRecord]
+) -> tuple[dict[str, int], dict[str, list[tuple[str, str]]]]:
+    """Return the offset of each storage, and what is wrong with the records of the others.
+
+    The latter by code, with the key of the storage and a remark.
+    """
+    begins: dict[str, int] = {}
+    faults: dict[str, list[tuple[str, str]]] = {}
+    for storage in storages:
+        try:
+            begins[storage.key] = _begin(archive, storage)
+        except _Refused as refused:
+            faults.setdefault(refused.code, []).append((storage.key, str(refused)))
+    return begins, faults
+
+
+def _begin(archive: _Archive, storage: StorageRecord) -> int:
+    """Return the offset of the bytes of a storage, which must be exactly those it needs."""
+    record = archive.records.get(f"data/{storage.key}")
+    if record is None:
+        raise _Refused("record-missing", "no such record")
+    if record.compress_type != zipfile.ZIP_STORED or record.flag_bits & 1:
+        raise _Refused("record-compressed", "compressed or encrypted")
+    if record.file_size != storage.nbytes or record.compress_size != record.file_size:
+        text = f"{record.file_size:,} bytes, its storage needs {storage.nbytes:,}"
+        raise _Refused("record-size", text)
+    archive.file.seek(record.header_offset)
+    head = archive.file.read(_LOCAL.size)
+    signature, name_bytes, extra_bytes = _LOCAL.unpack(head.ljust(_LOCAL.size, b"\0"))
+    begin: int = record.header_offset + _LOCAL.size + name_bytes + extra_bytes
+    if signature != b"PK\x03\x04" or begin + record.file_size > archive.reader.start_dir:
+        raise _Refused("record-misplaced", "not where the directory says, or cut off")
+    return begin
+
+
+_RECORD_FAULTS = {
+    "record-missing": "storages without a record in the file",
+    "record-compressed": "storages that are compressed: they cannot be read in place; save again",
+    "record-size": "storages whose records have another size",
+    "record-misplaced": "storages whose records are not where they should be",
+}
+
+
+def _record_findings(
+    shard: str,
+    faults: Mapping[str, list[tuple[str, str]]],
+    tensors: Mapping[str, TensorRecord],
+) -> Iterator[Finding]:
+    """Say which records are wrong and which tensors that costs."""
+    for code, records in faults.items():
+        keys = {key for key, _ in records}
+        names = [name for name, tensor in tensors.items() if tensor.storage.key in keys]
+        listed = ", ".join(f"'data/{key}' ({remark})" for key, remark in records[:5])
+        more = f" … and {len(records) - 5} more" if len(records) > 5 else ""
+        text = f"{shard!r}: {_RECORD_FAULTS[code]}: {listed}{more}; of {shown(names)}."
+        yield Finding(code, "error", text)
