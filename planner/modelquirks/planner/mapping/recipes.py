@@ -1,0 +1,138 @@
+"""``FamilyRecipe``: one recipe for all members of a family of model tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from modelquirks.quirks.recipe import (
+    Concat,
+    Dequantize,
+    Interleave,
+    Node,
+    Part,
+    RecipeError,
+    Select,
+    Source,
+    Stack,
+    TensorType,
+    children,
+    from_json,
+    to_json,
+)
+
+__all__ = ["Env", "FamilyRecipe", "concrete", "is_direct", "stored_names"]
+
+Env = Mapping[str, int]
+"""Values of the variables of a template."""
+
+
+@dataclass(frozen=True, slots=True)
+class FamilyRecipe:
+    """How the tensors of one family of the model are made.
+
+    ``target`` and the names in ``node`` are templates for :meth:`str.format_map` over
+    ``variables`` (and, below a stack, its ``over``). ``members`` holds the values of the
+    variables for each tensor that this recipe makes.
+    """
+
+    target: str
+    node: Node
+    variables: tuple[str, ...]
+    members: tuple[tuple[int, ...], ...]
+    type: TensorType
+    """What the node gives, before any cast to the model's dtype."""
+    rule: str = ""
+    """The rule as text; empty if the checkpoint has the model's own name."""
+    quirks: tuple[str, ...] = ()
+    """Names of the records whose rules took part."""
+
+    def items(self) -> Iterator[tuple[str, Env]]:
+        """Yield each model tensor that this recipe makes, with its variables."""
+        for member in self.members:
+            env = dict(zip(self.variables, member, strict=True))
+            yield self.target.format_map(env), env
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the recipe as plain data."""
+        return {
+            "target": self.target,
+            "node": to_json(self.node),
+            "variables": list(self.variables),
+            "members": [list(member) for member in self.members],
+            "dtype": self.type.dtype,
+            "shape": None if self.type.shape is None else list(self.type.shape),
+            "rule": self.rule,
+            "quirks": list(self.quirks),
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> FamilyRecipe:
+        """Return the recipe that :meth:`to_json` wrote; RecipeError if its names cannot be made."""
+        shape = data["shape"]
+        recipe = cls(
+            target=data["target"],
+            node=from_json(data["node"]),
+            variables=tuple(data["variables"]),
+            members=tuple(tuple(member) for member in data["members"]),
+            type=TensorType(data["dtype"], None if shape is None else tuple(shape)),
+            rule=data["rule"],
+            quirks=tuple(data["quirks"]),
+        )
+        try:
+            env = dict.fromkeys(recipe.variables, 0)
+            recipe.target.format_map(env)
+            concrete(recipe.node, env)
+        except (LookupError, ValueError, AttributeError) as error:
+            raise RecipeError(
+                f"the names of the recipe for {recipe.target!r}: {error!r}"
+            ) from error
+        if odd := [m for m in recipe.members if len(m) != len(recipe.variables)]:
+            raise RecipeError(f"member {list(odd[0])} of {recipe.target!r} has not one index each")
+        return recipe
+
+
+def stored_names(node: Node, env: Env) -> Iterator[str]:
+    """Yield the names of the checkpoint tensors that *node* reads, stacks expanded, in order."""
+    return iter(_names(node, dict(env)))
+
+
+def _names(node: Node, scope: dict[str, int]) -> list[str]:
+    if isinstance(node, Source):
+        return [node.name.format_map(scope)]
+    if isinstance(node, Stack):
+        values = range(node.count or 0)
+        return [name for i in values for name in _names(node.of, {**scope, node.over: i})]
+    return [name for child in children(node) for name in _names(child, scope)]
+
+
+def concrete(node: Node, env: Env) -> Node:
+    """Return *node* with its variables filled in: equal nodes make equal tensors.
+
+    Variables of stacks are numbered by depth, whatever a rule calls them.
+    """
+    return _filled(node, {name: str(value) for name, value in env.items()}, 0)
+
+
+def _filled(node: Node, scope: Mapping[str, str], depth: int) -> Node:
+    match node:
+        case Source(name):
+            return Source(name.format_map(dict(scope)))
+        case Select(of, index, dim):
+            return Select(_filled(of, scope, depth), index.format_map(dict(scope)), dim)
+        case Stack(of, over, count):
+            inner = {**scope, over: f"{{{depth}}}"}
+            return Stack(_filled(of, inner, depth + 1), str(depth), count)
+        case Concat(of) | Interleave(of):
+            return replace(node, of=tuple(_filled(part, scope, depth) for part in of))
+        case Dequantize(scheme, parts):
+            filled = (Part(role, _filled(of, scope, depth)) for role, of in parts)
+            return Dequantize(scheme, tuple(filled))
+        case _:
+            return replace(node, of=_filled(node.of, scope, depth))
+
+
+def is_direct(node: Node) -> bool:
+    """Tell whether the stored bytes are the tensor: nothing to compute, nothing to rewrite."""
+    return isinstance(node, Source)

@@ -1,0 +1,95 @@
+"""The stored side of the account: every tensor of the checkpoint in one class."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from modelquirks.planner.checkpoint.manifest import Manifest
+from modelquirks.planner.finding import shown
+from modelquirks.planner.mapping.audit import StoredClass
+from modelquirks.planner.mapping.judge import Judged
+from modelquirks.planner.mapping.offers import Offers
+from modelquirks.quirks.pattern import Pattern
+from modelquirks.quirks.record import Expected
+
+__all__ = ["StoredVerdict", "expected", "stored_verdicts"]
+
+
+class StoredVerdict(NamedTuple):
+    """The class of one stored tensor."""
+
+    kind: StoredClass
+    reason: str = ""
+
+
+def stored_verdicts(
+    manifest: Manifest,
+    offers: Offers,
+    judged: Mapping[str, Judged],
+    extra: Sequence[Expected],
+    missing: Collection[str],
+) -> dict[str, StoredVerdict]:
+    """Return the class of every tensor of the checkpoint. *missing* are names of the model."""
+    used = {stored for found in judged.values() for stored in found.reads}
+    verdicts = dict.fromkeys(manifest.tensors, StoredVerdict("used"))
+    left = [name for name in manifest.tensors if name not in used]
+    if not left:
+        return verdicts
+    called = offers.called
+    rivals = dict(_rivals(offers, judged, used)) | dict(_copies(called, used, left))
+    parts = {
+        part: broken.name
+        for broken in offers.broken.values()
+        if broken.name in missing
+        for part in broken.parts
+    }
+    for name in left:
+        if name in rivals:
+            verdicts[name] = StoredVerdict("duplicate", rivals[name])
+        elif why := expected(called.get(name, name), extra):
+            verdicts[name] = StoredVerdict("extra", why)
+        elif name in parts:
+            reason = f"a part of {parts[name]!r}, which cannot be made"
+            verdicts[name] = StoredVerdict("unexpected", reason)
+        else:
+            verdicts[name] = StoredVerdict("unexpected", "the model has no place for it")
+    return verdicts
+
+
+def expected(name: str, rules: Sequence[Expected]) -> str:
+    """Return why *name* is expected to be so, or an empty text."""
+    return next((e.why for e in rules if Pattern(e.names).match(name) is not None), "")
+
+
+def _rivals(
+    offers: Offers, judged: Mapping[str, Judged], used: Collection[str]
+) -> Iterator[tuple[str, str]]:
+    """Yield each unused stored tensor that would serve a model tensor which is served already."""
+    for name, others in offers.rivals.items():
+        if name not in judged:
+            continue
+        reason = _reason(name, judged[name].reads)
+        for offer in others:
+            yield from ((stored, reason) for stored in offer.reads() if stored not in used)
+
+
+def _copies(
+    called: Mapping[str, str], used: Collection[str], left: Sequence[str]
+) -> Iterator[tuple[str, str]]:
+    """Yield each unused stored tensor that goes by the name of a used one, after all aliases."""
+    names = {called.get(stored, stored) for stored in left}
+    taken: dict[str, list[str]] = {}
+    for stored in used:
+        if (name := called.get(stored, stored)) in names:
+            taken.setdefault(name, []).append(stored)
+    for stored in left:
+        if served := taken.get(called.get(stored, stored)):
+            yield stored, _reason(called.get(stored, stored), sorted(served))
+
+
+def _reason(name: str, chosen: Sequence[str]) -> str:
+    return (
+        f"{name!r} is served by {shown(chosen, 2)} already; "
+        "nobody can tell from headers which one is right"
+    )

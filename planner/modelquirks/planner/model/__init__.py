@@ -1,0 +1,1 @@
+"""What a model needs: skeletons of modules, and modules without weights."""
