@@ -1,0 +1,1 @@
+"""Where everything goes, in bytes, and why."""

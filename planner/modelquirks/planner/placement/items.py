@@ -1,0 +1,168 @@
+"""Items: the pieces that a solver places, cut from a module tree.
+
+An item is a module that is not taken apart, a tensor of a module whose parts may end up on
+several devices, or several of these that must stay together (ties, companions).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from modelquirks.planner.placement.moduletree import Module, ModuleTree
+
+__all__ = ["Cut", "Item", "cuts"]
+
+_PARTS = (16, 128)
+"""Coarse cuts keep a module whole that is at most one part in so many of the model."""
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """What goes to one device as a whole."""
+
+    names: tuple[str, ...]
+    """Modules in module order; the tensor's name for a tensor that is alone."""
+    tensors: tuple[str, ...]
+    moved_bytes: int
+    """What leaves the main device if the item is offloaded."""
+    kept_bytes: int
+    """What stays on the main device even then."""
+    run_bytes: int
+    """What has to be on the main device at once when an offloaded item runs, beside
+    ``kept_bytes``: all that was moved, or less if it is more than one unit."""
+    pinned: bool
+    """Must be on the main device.
+
+    accelerate 1.15, ``attach_align_device_hook_on_blocks``: only modules of the device map get a
+    hook that moves their tensors and inputs. Tensors of a module whose parts are apart are left
+    where they are, and never read from the disk; those of the root are moved to the main device.
+    """
+
+    @property
+    def n_bytes(self) -> int:
+        """All bytes of the item."""
+        return self.moved_bytes + self.kept_bytes
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A whole model as items in module order."""
+
+    items: tuple[Item, ...]
+
+    @cached_property
+    def n_bytes(self) -> int:
+        """Bytes of the model."""
+        return sum(item.n_bytes for item in self.items)
+
+    @cached_property
+    def kept_bytes(self) -> int:
+        """Bytes that would stay on the main device if all were offloaded that can be."""
+        return sum(item.kept_bytes for item in self.items if not item.pinned)
+
+    @cached_property
+    def run_sizes(self) -> tuple[int, ...]:
+        """Each ``run_bytes`` of items that can be offloaded, largest first."""
+        sizes = {item.run_bytes for item in self.items if not item.pinned}
+        return tuple(sorted(sizes, reverse=True))
+
+
+class _Piece(NamedTuple):
+    name: str
+    tensors: tuple[str, ...]
+    run_bytes: int
+    pinned: bool = False
+
+
+def cuts(tree: ModuleTree, *, offload_buffers: bool) -> tuple[Cut, ...]:
+    """Return the ways to cut *tree*, coarse ones first; the last is the finest.
+
+    A coarse one keeps modules whole that are at most 1/16 (then 1/128) of the model. That makes
+    short maps, and modules with tensors of their own (the embeddings of a vision model) run on
+    one device.
+    """
+    cutter = _Cutter(tree, offload_buffers)
+    total = cutter.totals[""]
+    found = [cutter.cut(total // part) for part in _PARTS]
+    found.append(cutter.cut(-1))
+    return tuple({len(cut.items): cut for cut in found}.values())
+
+
+class _Cutter:
+    """Sums over one tree, made once for all its cuts."""
+
+    def __init__(self, tree: ModuleTree, offload_buffers: bool) -> None:
+        self._tree = tree
+        self._offload_buffers = offload_buffers
+        self.totals: dict[str, int] = {}
+        """Bytes of each module, its parts included."""
+        self._run: dict[str, int] = {}
+        for module in reversed(list(tree.root.walk())):
+            parts = [part.name for part in module.parts]
+            own = sum(tree.sizes.get(name, 0) for name in module.tensors)
+            self.totals[module.name] = own + sum(self.totals[part] for part in parts)
+            if module.name in tree.units:
+                self._run[module.name] = self._moved(module.below())
+            else:
+                most = max((self._run[part] for part in parts), default=0)
+                self._run[module.name] = self._moved(module.tensors) + most
+
+    def cut(self, bound: int) -> Cut:
+        """Return the cut that keeps modules whole up to *bound* bytes."""
+        return Cut(tuple(self._joined(list(self._pieces(self._tree.root, bound)))))
+
+    def _moved(self, tensors: Iterable[str]) -> int:
+        """Return the bytes that leave the main device if these tensors are offloaded."""
+        tree = self._tree
+        owners = {tree.aliases.get(name, name) for name in tensors}
+        return sum(
+            tree.sizes[name]
+            for name in owners
+            if not tree.stays(name, offload_buffers=self._offload_buffers)
+        )
+
+    def _pieces(self, module: Module, bound: int) -> Iterator[_Piece]:
+        small = module.name != "" and self.totals[module.name] <= bound
+        if small or module.name in self._tree.units or not module.parts:
+            if tensors := module.below():
+                yield _Piece(module.name, tensors, self._run[module.name])
+            return
+        for tensor in module.tensors:
+            yield _Piece(tensor, (tensor,), self._moved([tensor]), pinned=True)
+        for part in module.parts:
+            yield from self._pieces(part, bound)
+
+    def _joined(self, pieces: list[_Piece]) -> Iterator[Item]:
+        """Yield the items: *pieces*, with those that share a group of the tree made one."""
+        place = {name: number for number, piece in enumerate(pieces) for name in piece.tensors}
+        first = list(range(len(pieces)))
+
+        def find(number: int) -> int:
+            while first[number] != number:
+                first[number] = first[first[number]]
+                number = first[number]
+            return number
+
+        for group in self._tree.groups:
+            low, *rest = sorted({find(place[name]) for name in group})
+            for number in rest:
+                first[number] = low
+        members: dict[int, list[_Piece]] = {}
+        for number, piece in enumerate(pieces):
+            members.setdefault(find(number), []).append(piece)
+        return (self._item(joined) for joined in members.values())
+
+    def _item(self, pieces: list[_Piece]) -> Item:
+        tensors = tuple(name for piece in pieces for name in piece.tensors)
+        moved = self._moved(tensors)
+        return Item(
+            names=tuple(piece.name for piece in pieces),
+            tensors=tensors,
+            moved_bytes=moved,
+            kept_bytes=sum(self._tree.sizes.get(name, 0) for name in tensors) - moved,
+            run_bytes=max(piece.run_bytes for piece in pieces),
+            pinned=any(piece.pinned for piece in pieces),
+        )

@@ -1,0 +1,158 @@
+"""``ModuleTree``: what placement has to know of a model, in bytes and names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from modelquirks.planner.finding import shown
+from modelquirks.planner.placement.memory import Device
+
+__all__ = ["Module", "ModuleTree", "is_offloaded", "parent", "runs_on", "used_bytes"]
+
+
+@dataclass(frozen=True, slots=True)
+class Module:
+    """A module that has tensors, its own or below."""
+
+    name: str
+    tensors: tuple[str, ...]
+    """Full names of the tensors that belong to it directly, owners before aliases."""
+    parts: tuple[Module, ...]
+    """Its direct sub-modules that have tensors, in module order."""
+
+    def walk(self) -> Iterator[Module]:
+        """Yield this module and all below it, in module order."""
+        yield self
+        for part in self.parts:
+            yield from part.walk()
+
+    def below(self) -> tuple[str, ...]:
+        """Return every tensor of this module and below, in module order."""
+        return tuple(name for module in self.walk() for name in module.tensors)
+
+
+@dataclass(frozen=True)
+class ModuleTree:
+    """Sizes, modules and what must stay together.
+
+    ValueError if an alias or a group names a tensor that has no size, or a size is negative.
+    """
+
+    sizes: Mapping[str, int]
+    """Bytes in memory of each tensor under its owner's name, in module order; no aliases."""
+    modules: tuple[str, ...]
+    """Every module name in module order, ``""`` first."""
+    units: frozenset[str] = frozenset()
+    """Modules that must not be split."""
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    """Tied name → name of the owner."""
+    buffers: frozenset[str] = frozenset()
+    """Tensors that are buffers. Those of an offloaded module stay on the main device, unless
+    buffers are offloaded too."""
+    together: tuple[tuple[str, ...], ...] = ()
+    """More groups of tensors that must share a device: companions."""
+    computed: frozenset[str] = frozenset()
+    """Buffers that no checkpoint holds. They stay on the main device in any case."""
+
+    def __post_init__(self) -> None:
+        """Raise ValueError with all faults."""
+        groups = [name for group in self.together for name in group]
+        known = self.sizes.keys() | self.aliases.keys()
+        lost = [f"owner {o!r} of {a!r}" for a, o in self.aliases.items() if o not in self.sizes]
+        lost += [f"tensor {name!r} of a group" for name in groups if name not in known]
+        lost += [f"size {size} of {name!r}" for name, size in self.sizes.items() if size < 0]
+        if lost:
+            raise ValueError(f"a module tree cannot be made: wrong or not known are {shown(lost)}")
+
+    @cached_property
+    def root(self) -> Module:
+        """The whole model; modules that only a tensor's name tells of are there too."""
+        parts: dict[str, list[str]] = {"": []}
+        own: dict[str, list[str]] = {}
+        for module in self.modules:
+            _enter(module, parts)
+        for name in (*self.sizes, *self.aliases):
+            _enter(parent(name), parts)
+            own.setdefault(parent(name), []).append(name)
+        return _module("", parts, own)
+
+    @cached_property
+    def tensors(self) -> tuple[str, ...]:
+        """Every tensor name, aliases too, in module order."""
+        return self.root.below()
+
+    @cached_property
+    def groups(self) -> tuple[tuple[str, ...], ...]:
+        """Tensors that must share a device: each alias with its owner, then ``together``."""
+        return (*((owner, alias) for alias, owner in self.aliases.items()), *self.together)
+
+    def stays(self, name: str, *, offload_buffers: bool) -> bool:
+        """Tell whether this tensor of an offloaded module stays on the main device.
+
+        accelerate 1.15, ``AlignDevicesHook.init_hook``: without ``offload_buffers`` every buffer,
+        with it only the non-persistent ones.
+        """
+        return name in self.computed or (name in self.buffers and not offload_buffers)
+
+
+def parent(name: str) -> str:
+    """Return the name of the module that *name* belongs to."""
+    return name.rpartition(".")[0]
+
+
+def is_offloaded(device: Device, main: Device | None) -> bool:
+    """Tell whether accelerate moves what is on *device* to *main* each time it runs.
+
+    accelerate 1.15, ``dispatch_model``: the disk always, the cpu if the main device is an
+    accelerator with memory of its own. Beside ``mps`` the cpu is no place at all:
+    what a map puts there is moved to ``mps`` for good.
+    """
+    return device == "disk" or (device == "cpu" and main not in ("cpu", "mps", None))
+
+
+def runs_on(device: Device, main: Device | None) -> Device:
+    """Return the device that a module on *device* runs on."""
+    moved = is_offloaded(device, main) or (device == "cpu" and main == "mps")
+    return main if moved and main is not None else device
+
+
+def used_bytes(
+    tree: ModuleTree,
+    devices: Mapping[str, Device],
+    main: Device | None,
+    *,
+    offload_buffers: bool,
+) -> dict[Device, int]:
+    """Return the bytes that each device holds when *tree* is placed on *devices*.
+
+    Ties count once. What stays on the main device counts there.
+    """
+    used: dict[Device, int] = {}
+    for name, size in tree.sizes.items():
+        device = devices.get(name)
+        if device is None:
+            continue
+        stays = tree.stays(name, offload_buffers=offload_buffers)
+        if stays or not is_offloaded(device, main):
+            device = runs_on(device, main)
+        used[device] = used.get(device, 0) + size
+    return used
+
+
+def _enter(name: str, parts: dict[str, list[str]]) -> None:
+    """Make sure that *name* and the modules above it are in *parts*."""
+    if name not in parts:
+        _enter(parent(name), parts)
+        parts[parent(name)].append(name)
+        parts[name] = []
+
+
+def _module(name: str, parts: Mapping[str, list[str]], own: Mapping[str, list[str]]) -> Module:
+    made = (_module(part, parts, own) for part in parts[name])
+    return Module(
+        name,
+        tuple(own.get(name, ())),
+        tuple(part for part in made if part.tensors or part.parts),
+    )
