@@ -1,0 +1,366 @@
+"""Evaluation of recipes: the tensor, or a region of it, from the checkpoint's tensors.
+
+The region goes down the recipe to the sources, so that only what it needs is read. The result is
+allocated once and each source is copied, and thereby cast, straight into its place; a source
+that needs no change is returned as it was read, without a copy.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from modelquirks.planner.dtypes import from_torch, is_cast, to_torch
+from modelquirks.planner.execution.reader import Region
+from modelquirks.quirks.recipe import (
+    Cast,
+    Chunk,
+    Concat,
+    Dequantize,
+    Interleave,
+    Node,
+    RecipeError,
+    Scheme,
+    Select,
+    Slice,
+    Source,
+    Split,
+    Stack,
+    TensorType,
+    Transpose,
+    infer,
+    sources,
+)
+
+__all__ = [
+    "EvaluationError",
+    "Known",
+    "Read",
+    "Types",
+    "evaluate",
+    "node_type",
+    "torch_shape",
+    "whole",
+]
+
+Read = Callable[[str, Region | None], torch.Tensor]
+Types = Callable[[str], TensorType]
+
+_CHUNK = 1 << 25
+"""Elements of a packed weight that are made plain in one go; schemes compute with float32
+copies of them, which this keeps below a few hundred MB."""
+
+
+class EvaluationError(RuntimeError):
+    """A recipe that gives no tensor; the message names recipe, sources and cause."""
+
+
+def evaluate(
+    node: Node,
+    env: Mapping[str, int],
+    *,
+    read: Read,
+    types: Types,
+    schemes: Mapping[str, Scheme],
+    region: Region | None = None,
+    dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """Return the tensor that *node* stands for, on the CPU.
+
+    Names in *node* are templates over the variables in *env*. *read* and *types* give tensors and
+    types of the checkpoint by name. With *region* only that part is made, and no more than it
+    needs is read. *dtype* None leaves the dtype that the recipe has; another one is cast to
+    while copying, or given to the packing scheme to compute in. Only real floating-point types
+    are cast, and integers to wider ones. An F4 result has two values in each element of its last
+    dimension.
+    """
+    maker = _Maker(read, types, schemes)
+    try:
+        kind = maker.type_of(node, env)
+        region = whole(kind.shape) if region is None else _checked(region, kind)
+        wanted = dtype or to_torch(kind.dtype)
+        _castable(to_torch(kind.dtype), wanted)
+        return maker.make(node, env, region, wanted, kind.dtype)
+    except Exception as error:  # schemes are anybody's
+        raise EvaluationError(f"{_described(node, env)}: {error}") from error
+
+
+class Known(NamedTuple):
+    """Dtype and shape, both known."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+    def __str__(self) -> str:
+        """Return for example ``BF16 [32, 128]``."""
+        return f"{self.dtype} {list(self.shape)}"
+
+
+def node_type(
+    node: Node, env: Mapping[str, int], *, types: Types, schemes: Mapping[str, Scheme]
+) -> Known:
+    """Return dtype and shape that *node* gives; RecipeError if they are not known or do not fit.
+
+    Of a stack the first member speaks for all; evaluation looks at the others.
+    """
+    first = _FirstOfStack(env)
+    dtype, shape = infer(node, lambda name: types(name.format_map(first)), schemes)
+    if dtype is None or shape is None:
+        raise RecipeError("dtype and shape are not known from the header")
+    return Known(dtype, shape)
+
+
+def whole(shape: tuple[int, ...]) -> Region:
+    """Return the region that is all of a tensor."""
+    return tuple((0, size) for size in shape)
+
+
+def torch_shape(dtype: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return *shape* as torch counts it: elements of F4 hold two values each."""
+    return (*shape[:-1], shape[-1] // 2) if dtype == "F4" else shape
+
+
+class _FirstOfStack(dict[str, int]):
+    """Variables of which those of stacks, not being set, are 0."""
+
+    def __missing__(self, key: str) -> int:
+        return 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Maker:
+    read: Read
+    types: Types
+    schemes: Mapping[str, Scheme]
+
+    def make(
+        self, node: Node, env: Mapping[str, int], region: Region, dtype: torch.dtype, stored: str
+    ) -> torch.Tensor:
+        """Return *region* of *node* in *dtype*; *stored* is the dtype that the node has."""
+        if 0 in _size(region):  # nothing to read, not even a scale
+            return torch.empty(torch_shape(stored, _size(region)), dtype=dtype)
+        read = self._read_at_once(node, env, region)
+        if read is not None and read.dtype == dtype:
+            # A stored tensor keeps its strides; what rules cut out of one is made contiguous.
+            return read if isinstance(node, Source) else read.contiguous()
+        out = torch.empty(torch_shape(stored, _size(region)), dtype=dtype)
+        if read is not None:
+            _copy(out, read)
+        else:
+            self.fill(out, node, env, region)
+        return out
+
+    def _read_at_once(
+        self, node: Node, env: Mapping[str, int], region: Region
+    ) -> torch.Tensor | None:
+        """Return a source, or a slice of one, as it was read; None for anything else."""
+        while isinstance(node, Slice):
+            region = _shifted(region, node.dim, node.start)
+            node = node.of
+        return self.read(_name(node, env), region) if isinstance(node, Source) else None
+
+    def fill(self, out: torch.Tensor, node: Node, env: Mapping[str, int], region: Region) -> None:
+        """Write *region* of *node* to *out*."""
+        match node:
+            case Source():
+                _copy(out, self.read(_name(node, env), region))
+            case Cast(of, dtype):
+                self._cast(out, of, to_torch(dtype), env, region)
+            case Concat(of, dim):
+                self._concat(out, of, dim, env, region)
+            case Interleave(of, dim):
+                self._interleave(out, of, dim, env, region)
+            case Stack(of, over, _):
+                self._stack(out, of, over, env, region)
+            case Select(of, index, dim):
+                number = int(index.format_map(env))
+                inner = (*region[:dim], (number, number + 1), *region[dim:])
+                self.fill(out.unsqueeze(dim), of, env, inner)
+            case Chunk(of, dim, count, part):
+                start = self.type_of(of, env).shape[dim] // count * part
+                self.fill(out, of, env, _shifted(region, dim, start))
+            case Slice(of, dim, start, _):
+                self.fill(out, of, env, _shifted(region, dim, start))
+            case Transpose(of, dim0, dim1):
+                _no_pairs(out, dim0, dim1)
+                turned = list(region)
+                turned[dim0], turned[dim1] = turned[dim1], turned[dim0]
+                self.fill(out.transpose(dim0, dim1), of, env, tuple(turned))
+            case Dequantize():
+                self._dequantize(out, node, env, region)
+            case Split():
+                raise RecipeError("a split without sizes cannot be evaluated")
+
+    def type_of(self, node: Node, env: Mapping[str, int]) -> Known:
+        return node_type(node, env, types=self.types, schemes=self.schemes)
+
+    def _cast(
+        self,
+        out: torch.Tensor,
+        of: Node,
+        dtype: torch.dtype,
+        env: Mapping[str, int],
+        region: Region,
+    ) -> None:
+        if out.dtype == dtype:
+            return self.fill(out, of, env, region)
+        between = torch.empty(out.shape, dtype=dtype)
+        self.fill(between, of, env, region)
+        return _copy(out, between)
+
+    def _concat(
+        self,
+        out: torch.Tensor,
+        parts: Sequence[Node],
+        dim: int,
+        env: Mapping[str, int],
+        region: Region,
+    ) -> None:
+        _no_pairs(out, dim)
+        start, stop = region[dim]
+        before = 0
+        for part in parts:
+            size = self.type_of(part, env).shape[dim]
+            a, b = max(start, before), min(stop, before + size)
+            if a < b:
+                inner = _with(region, dim, (a - before, b - before))
+                self.fill(out.narrow(dim, a - start, b - a), part, env, inner)
+            before += size
+
+    def _interleave(
+        self,
+        out: torch.Tensor,
+        parts: Sequence[Node],
+        dim: int,
+        env: Mapping[str, int],
+        region: Region,
+    ) -> None:
+        _no_pairs(out, dim)
+        start, stop = region[dim]
+        n = len(parts)
+        for number, part in enumerate(parts):
+            # Row p of this part is row n·p + number of the whole.
+            a, b = -(-(start - number) // n), -(-(stop - number) // n)
+            if a < b:
+                rows = (*([slice(None)] * dim), slice(n * a + number - start, None, n))
+                self.fill(out[rows], part, env, _with(region, dim, (a, b)))
+
+    def _stack(
+        self, out: torch.Tensor, of: Node, over: str, env: Mapping[str, int], region: Region
+    ) -> None:
+        (start, stop), *inner = region
+        first = self.type_of(of, {**env, over: 0})
+        for index in range(start, stop):
+            member = {**env, over: index}
+            kind = self.type_of(of, member)
+            if kind != first:
+                raise RecipeError(
+                    f"{_described(of, member)} is {kind}, number 0 of the stack is {first}: "
+                    "all must be alike"
+                )
+            self.fill(out[index - start], of, member, tuple(inner))
+
+    def _dequantize(
+        self, out: torch.Tensor, node: Dequantize, env: Mapping[str, int], region: Region
+    ) -> None:
+        scheme = self.schemes[node.scheme]
+        kinds = {role: self.type_of(of, env) for role, of in node.parts}
+        types = {role: TensorType(*kind) for role, kind in kinds.items()}
+        for chunk in _chunks(region):
+            regions = scheme.regions(chunk, types)
+            parts: dict[str, torch.Tensor] = {}
+            for role, of in node.parts:
+                part, dtype = _checked(regions[role], kinds[role]), kinds[role].dtype
+                parts[role] = self.make(of, env, part, to_torch(dtype), dtype)
+            plain = scheme.evaluate(parts, chunk, out.dtype)
+            if region:
+                (start, _), (a, b) = region[0], chunk[0]
+                _copy(out.narrow(0, a - start, b - a), plain)
+            else:
+                _copy(out, plain)
+
+
+def _copy(out: torch.Tensor, tensor: torch.Tensor) -> None:
+    if tensor.shape != out.shape:
+        raise RecipeError(f"shape {list(tensor.shape)} where {list(out.shape)} was expected")
+    _castable(tensor.dtype, out.dtype)
+    out.copy_(tensor)
+
+
+def _castable(have: torch.dtype, wanted: torch.dtype) -> None:
+    if have != wanted and not is_cast(from_torch(have), from_torch(wanted)):
+        raise RecipeError(
+            f"{have} is not cast to {wanted}: only floating-point numbers are, and integers to "
+            "wider ones"
+        )
+
+
+def _chunks(region: Region) -> Iterator[Region]:
+    """Cut *region* along its first dimension, where that is worth while.
+
+    Rows come in multiples of 128 where there are so many, the largest block of the known
+    schemes, so that scales are not read twice.
+    """
+    if not region:
+        yield region
+        return
+    (start, stop), *inner = region
+    rows = max(1, _CHUNK // max(1, math.prod(b - a for a, b in inner)))
+    if rows > 128:
+        rows -= rows % 128
+    for a in range(start, stop, rows):
+        yield ((a, min(a + rows, stop)), *inner)
+
+
+def _no_pairs(out: torch.Tensor, *dims: int) -> None:
+    if out.element_size() == 1 and "float4" in str(out.dtype) and out.dim() - 1 in dims:
+        raise RecipeError("F4 values, two in a byte, cannot be rearranged in the last dimension")
+
+
+def _name(source: Source, env: Mapping[str, int]) -> str:
+    return source.name.format_map(env)
+
+
+def _with(region: Region, dim: int, bounds: tuple[int, int]) -> Region:
+    return (*region[:dim], bounds, *region[dim + 1 :])
+
+
+def _shifted(region: Region, dim: int, by: int) -> Region:
+    start, stop = region[dim]
+    return _with(region, dim, (start + by, stop + by))
+
+
+def _size(region: Region) -> tuple[int, ...]:
+    return tuple(stop - start for start, stop in region)
+
+
+def _checked(region: Region, kind: Known) -> Region:
+    shape = kind.shape
+    if len(region) != len(shape) or any(
+        not 0 <= start <= stop <= size for (start, stop), size in zip(region, shape, strict=True)
+    ):
+        raise RecipeError(f"region {region} is not inside {kind}")
+    return region
+
+
+def _described(node: Node, env: Mapping[str, int]) -> str:
+    """Return for example ``stack of 'experts.{e}.w1', 'experts.{e}.w3'``."""
+    names = list(dict.fromkeys(_filled(leaf.name, env) for leaf in sources(node)))
+    listed = ", ".join(repr(name) for name in names[:4])
+    more = f" … and {len(names) - 4} more" if len(names) > 4 else ""
+    what = "tensor" if isinstance(node, Source) else f"{type(node).__name__.lower()} of"
+    return f"{what} {listed}{more}"
+
+
+def _filled(template: str, env: Mapping[str, int]) -> str:
+    """Return *template* with the variables that are known; those of stacks stay."""
+    return template.format_map(_Shown({k: str(v) for k, v in env.items()}))
+
+
+class _Shown(dict[str, str]):
+    def __missing__(self, key: str) -> str:
+        return f"{{{key}}}"

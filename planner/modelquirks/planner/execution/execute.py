@@ -1,0 +1,379 @@
+"""``execute``: make the planned tensors, put them into the model, have accelerate run it.
+
+Every tensor is made before the model is touched. From then on a failure, of accelerate or of the
+verification at the end, gives the model back the very objects that it had.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from modelquirks.planner.checkpoint.manifest import StoredTensor
+from modelquirks.planner.dtypes import to_torch
+from modelquirks.planner.execution.copies import equal, settle
+from modelquirks.planner.execution.dispatching import DispatchOptions, hand_over, loose_modules
+from modelquirks.planner.execution.evaluate import EvaluationError, evaluate, torch_shape
+from modelquirks.planner.execution.loaditem import Device, ExecutionError, LoadItem
+from modelquirks.planner.execution.preflight import (
+    faults,
+    followers,
+    hook_faults,
+    left_behind,
+    meta_attributes,
+    needs,
+    route_faults,
+    shared_places,
+    split_places,
+    waived,
+)
+from modelquirks.planner.execution.reader import Reader, Region
+from modelquirks.planner.execution.route import Route, make_route
+from modelquirks.planner.execution.slots import find_slots, owner_of
+from modelquirks.planner.execution.snapshot import Snapshot
+from modelquirks.planner.execution.verify import Verification, verify
+from modelquirks.planner.execution.weights import WeightsMap
+from modelquirks.planner.finding import Finding, shown
+from modelquirks.quirks.recipe import Scheme, Source
+
+__all__ = ["ExecutionError", "ExecutionReport", "execute"]
+
+_LEARNABLE = frozenset({"F16", "BF16", "F32", "F64", "C64", "C128"})
+"""Dtypes whose parameters keep ``requires_grad``; packed, integer and F8 ones cannot learn."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExecutionReport:
+    """What was loaded where."""
+
+    seconds: float
+    """From the call to the end of the verification."""
+    bytes_by_device: Mapping[str, int]
+    """Bytes by the device that keeps them; those of ``disk`` stay in the checkpoint's files."""
+    n_tensors: int
+    """Tensors loaded; tied names count once."""
+    bytes_read: int
+    """Bytes of the stored tensors and regions that were asked for, verification not counted."""
+    verification: Verification
+    notes: tuple[Finding, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as plain data."""
+        return {
+            "seconds": self.seconds,
+            "bytes_by_device": dict(self.bytes_by_device),
+            "tensors": self.n_tensors,
+            "bytes_read": self.bytes_read,
+            "verification": self.verification.to_json(),
+            "notes": [note.to_json() for note in self.notes],
+        }
+
+
+def execute(
+    model: nn.Module,
+    items: Iterable[LoadItem],
+    *,
+    device_map: Mapping[str, Device | torch.device] | None,
+    main_device: Device | torch.device | None = None,
+    root: Path,
+    tensors: Mapping[str, StoredTensor],
+    schemes: Mapping[str, Scheme],
+    compare: Iterable[Sequence[str]] = (),
+    skip_keys: str | Sequence[str] | None = None,
+    preload_module_classes: Sequence[str] | None = None,
+    force_hooks: bool = False,
+    offload_buffers: bool = False,
+    dispatch: bool = True,
+    sample_bytes: int = 65536,
+) -> ExecutionReport:
+    """Load *items* from the checkpoint at *root* into *model* and dispatch it with accelerate.
+
+    Unchanged CPU tensors are views of the mapped files, disk tensors stay in the files and are
+    fetched at each forward pass; nothing is written. Tied names get one Parameter. *compare*
+    holds groups of names of which several are stored: they are tied if their bits are equal.
+    With ``device_map=None`` tensors go where those of the model are, or to the CPU, and nothing
+    is dispatched; ``dispatch=False`` places them by their own device only. The other arguments
+    are those of ``accelerate.dispatch_model``. *sample_bytes* of each tensor are verified.
+
+    Raises :class:`ExecutionError`, which names what is wrong, and leaves the model as it was.
+    """
+    started = time.perf_counter()
+    options = DispatchOptions(skip_keys, preload_module_classes, force_hooks, offload_buffers)
+    job = _Job(model, items, root=root, tensors=tensors, schemes=schemes, options=options)
+    job.check(device_map, main_device, dispatch=dispatch)
+    job.settle(compare)
+    made = job.make()
+    snapshot = Snapshot(model)
+    try:
+        job.install(made)
+        if dispatch and device_map is not None and job.route is not None:
+            job.dispatch(job.route, device_map, made)
+        bytes_read = job.reader.bytes_read
+        verification = job.verify(sample_bytes)
+    except BaseException:
+        snapshot.restore()
+        raise
+    return ExecutionReport(
+        seconds=time.perf_counter() - started,
+        bytes_by_device=job.bytes_by_device(),
+        n_tensors=len(job.items),
+        bytes_read=bytes_read,
+        verification=verification,
+        notes=tuple(job.notes),
+    )
+
+
+class _Job:
+    """One execution: what each step hands to the next."""
+
+    route: Route | None = None
+
+    def __init__(
+        self,
+        model: nn.Module,
+        items: Iterable[LoadItem],
+        *,
+        root: Path,
+        tensors: Mapping[str, StoredTensor],
+        schemes: Mapping[str, Scheme],
+        options: DispatchOptions,
+    ) -> None:
+        self.model, self.schemes, self.options = model, schemes, options
+        self.items = list(items)
+        self.slots = find_slots(model)
+        # Only what is needed: the weights map keeps its reader as long as the model lives.
+        used = (name for item in self.items for name in needs(item))
+        self.located = {name: tensors[name] for name in used if name in tensors}
+        self.root = root
+        self.reader = Reader(root, self.located)
+        self.notes: list[Finding] = []
+
+    def check(
+        self,
+        device_map: Mapping[str, Device | torch.device] | None,
+        main_device: Device | torch.device | None,
+        *,
+        dispatch: bool,
+    ) -> None:
+        """Find every fault before anything is made; tie what the model has tied."""
+        found = list(
+            faults(self.model, self.slots, self.items, reader=self.reader, schemes=self.schemes)
+        )
+        if not found:
+            self._follow()
+        if device_map is not None:
+            modules = frozenset(p for p, _ in self.model.named_modules(remove_duplicate=False))
+            route = make_route(
+                device_map,
+                main_device=main_device,
+                force_hooks=self.options.force_hooks,
+                modules=modules,
+            )
+            self.route = route if dispatch else replace(route, offloaded=frozenset())
+            found += route_faults(self.slots, self.items, self.route)
+            found += hook_faults(self.slots, self._is_fetched)
+            if not dispatch and "disk" in route.device_map.values():
+                found.append("weights on 'disk' need hooks: dispatch=False cannot leave them there")
+        if found:
+            more = f"\n… and {len(found) - 10} more" if len(found) > 10 else ""
+            raise ExecutionError("\n".join(found[:10]) + more)
+        self.notes += meta_attributes(self.model)
+        if kept := waived(self.slots, self.items):
+            text = f"no tensor of the plan provides {shown(kept)}: they keep their initial values"
+            self.notes.append(Finding("kept-initial", "warning", text))
+
+    def _follow(self) -> None:
+        by_owner: dict[str, list[str]] = {}
+        for name, owner in followers(self.slots, self.items).items():
+            by_owner.setdefault(owner, []).append(name)
+        self.items = [
+            replace(item, aliases=(*item.aliases, *more))
+            if (more := [n for name in item.names for n in by_owner.get(name, ())])
+            else item
+            for item in self.items
+        ]
+
+    def settle(self, compare: Iterable[Sequence[str]]) -> None:
+        """Tie equal copies, also of what is one tensor in the model and stored more than once."""
+        groups = [tuple(group) for group in compare]
+        covered = [set(group) for group in groups]
+        shared: dict[int, list[str]] = {}
+        for item in self.items:
+            shared.setdefault(id(self.slots[item.name].tensor), []).append(item.name)
+        groups += [
+            tuple(names)
+            for names in shared.values()
+            if len(names) > 1 and not any(group.issuperset(names) for group in covered)
+        ]
+        near = [group for group in groups if not self._is_apart(group)]
+        self.notes += [_apart_note(group) for group in groups if group not in near]
+        if near:
+            self.items, notes = settle(
+                self.items, near, equal=lambda a, b: equal(a, b, self.evaluate)
+            )
+            self.notes += notes
+        if clashes := list(shared_places(self.slots, self.items)):
+            raise ExecutionError("\n".join(clashes[:10]))
+
+    def _is_apart(self, names: Iterable[str]) -> bool:
+        """Tell whether the names are on several devices that compute."""
+        if self.route is None:
+            return False
+        return len({self.route.device_of(name) for name in names} - self.route.offloaded) > 1
+
+    def evaluate(self, item: LoadItem, region: Region | None = None) -> torch.Tensor:
+        """Return an item, or a region of it, on the CPU as it will be in memory."""
+        try:
+            return evaluate(
+                item.node,
+                item.env,
+                read=self.reader.read,
+                types=self.reader.type_of,
+                schemes=self.schemes,
+                region=region,
+                dtype=to_torch(item.dtype),
+            )
+        except EvaluationError as error:
+            raise ExecutionError(f"{item}: {error}") from error
+
+    def make(self) -> dict[str, torch.Tensor]:
+        """Return every tensor by the name of its item; those on disk without data, on meta."""
+        made: dict[str, torch.Tensor] = {}
+        readers = Counter(name for item in self.items for name in needs(item))
+        for item in self.items:
+            device = self._home(item)
+            if device is None:
+                shape = torch_shape(item.dtype, item.shape)
+                made[item.name] = torch.empty(shape, dtype=to_torch(item.dtype), device="meta")
+                continue
+            tensor = self.evaluate(item)
+            try:
+                made[item.name] = tensor.to(device)
+            except (RuntimeError, AssertionError) as error:  # torch without CUDA asserts that
+                raise ExecutionError(f"{item} cannot be put on {device!r}: {error}") from error
+            if isinstance(item.node, Source) and readers[needs(item)[0]] > 1:
+                # Two views of one range in the file: training one tensor would change the other.
+                made[item.name] = made[item.name].clone()
+        return made
+
+    def _home(self, item: LoadItem) -> Device | torch.device | None:
+        """Return where the tensor is kept in memory; None: nowhere, it stays in its files."""
+        if self.route is None:
+            now = self.slots[item.name].tensor.device
+            return "cpu" if now.type == "meta" else now
+        fetched = [self._is_fetched(name) for name in item.names]
+        devices = [self.route.device_of(name) for name in item.names]
+        for device, is_fetched in zip(devices, fetched, strict=True):
+            if not is_fetched:
+                # Buffers of offloaded modules live where those compute.
+                return self.route.main_device if device in self.route.offloaded else device
+        return "cpu" if "cpu" in devices else None
+
+    def _is_fetched(self, name: str) -> bool:
+        """Tell whether accelerate's hooks fetch the tensor from the weights map."""
+        route, slot = self.route, self.slots[name]
+        if route is None or not route.is_offloaded(name):
+            return False
+        if slot.is_parameter:
+            return True
+        return (
+            self.options.offload_buffers and slot.persistent and not route.is_loose(owner_of(name))
+        )
+
+    def install(self, made: Mapping[str, torch.Tensor]) -> None:
+        """Put the tensors into the model, one Parameter for all names of an item."""
+        for item in self.items:
+            value = made[item.name]
+            if item.kind == "parameter":
+                value = _parameter(self.slots[item.name].tensor, value, item.dtype)
+            for name in item.names:
+                self.slots[name].put(value)
+        self.notes += left_behind(self.model, self.slots, self.items)
+
+    def dispatch(
+        self,
+        route: Route,
+        device_map: Mapping[str, Device | torch.device],
+        made: Mapping[str, torch.Tensor],
+    ) -> None:
+        """Have accelerate attach its hooks."""
+        loose = loose_modules(self.model, route, self._is_fetched)
+        weights = self._weights(made, set(loose))
+        try:
+            hand_over(
+                self.model,
+                device_map,
+                route=route,
+                weights=weights,
+                loose=loose,
+                slots=self.slots,
+                options=self.options,
+            )
+        except Exception as error:
+            told = [f"accelerate cannot dispatch the model: {error}"]
+            told += list(split_places(self.slots, route))[:3]
+            raise ExecutionError("\n".join(told)) from error
+
+    def _weights(self, made: Mapping[str, torch.Tensor], loose: set[str]) -> WeightsMap:
+        def served(name: str) -> bool:
+            slot = self.slots[name]
+            return self._is_fetched(name) or (slot.is_parameter and owner_of(name) in loose)
+
+        items = [item for item in self.items if any(map(served, item.names))]
+        extra = filter(served, waived(self.slots, self.items))
+        return WeightsMap(
+            items,
+            reader=self.reader,
+            schemes=self.schemes,
+            kept={i.name: made[i.name] for i in items if not made[i.name].is_meta},
+            extra={name: self.slots[name].tensor.detach() for name in extra},
+        )
+
+    def verify(self, sample_bytes: int) -> Verification:
+        """Compare with the files, mapped anew; raise if anything differs."""
+        fresh = Reader(self.root, self.located)
+        result = verify(
+            self.model,
+            self.items,
+            read=fresh.read,
+            types=fresh.type_of,
+            schemes=self.schemes,
+            sample_bytes=sample_bytes,
+        )
+        if not result.ok:
+            raise ExecutionError("verification failed: " + "; ".join(result.problems[:10]))
+        return result
+
+    def bytes_by_device(self) -> dict[str, int]:
+        """Return the bytes of all items by the device that keeps them."""
+        total: dict[str, int] = {}
+        for item in self.items:
+            home = self._home(item)
+            device = "disk" if home is None else str(home)
+            total[device] = total.get(device, 0) + item.nbytes
+        return total
+
+
+def _apart_note(names: Iterable[str]) -> Finding:
+    return Finding(
+        "copies-apart",
+        "info",
+        f"{shown(names)} may be equal, but are planned for different devices: each keeps its copy",
+    )
+
+
+def _parameter(old: torch.Tensor, value: torch.Tensor, dtype: str) -> nn.Parameter:
+    """Return *value* as a parameter of the class and with the attributes of *old*."""
+    kind = type(old) if issubclass(type(old), nn.Parameter) else nn.Parameter
+    learns = old.requires_grad and dtype in _LEARNABLE
+    # The way nn.Parameter itself goes; the constructors of subclasses want other arguments.
+    new: nn.Parameter = torch.Tensor._make_subclass(kind, value, learns)  # type: ignore[assignment]
+    vars(new).update(vars(old))
+    return new

@@ -1,0 +1,57 @@
+"""``LoadItem``: one tensor of the model, what makes it and where it goes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from modelquirks.planner.dtypes import nbytes
+from modelquirks.quirks.family import show, template_of
+from modelquirks.quirks.recipe import Node
+
+__all__ = ["Device", "ExecutionError", "LoadItem"]
+
+Device = str | int
+"""As in accelerate's device maps: ``"cpu"``, ``"disk"``, ``0``, ``"cuda:1"``, ``"mps"``…"""
+
+
+class ExecutionError(RuntimeError):
+    """The plan could not be executed; the model is as it was before."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadItem:
+    """One tensor to load. A tensor that has several names in the model is one item."""
+
+    name: str
+    node: Node
+    env: Mapping[str, int]
+    """Values of the variables in the names of ``node``."""
+    dtype: str
+    """What it has in memory, as safetensors spells it."""
+    shape: tuple[int, ...]
+    """Counts values, also where two share a byte (F4)."""
+    device: Device
+    kind: Literal["parameter", "buffer"] = "parameter"
+    aliases: tuple[str, ...] = ()
+    """Other names of the model that are tied to it."""
+    rule: str = ""
+    """The rule as text, for messages; empty if the checkpoint has the model's own name."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Every name it has in the model, its own first."""
+        return (self.name, *self.aliases)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in memory."""
+        return nbytes(self.dtype, self.shape)
+
+    def __str__(self) -> str:
+        """Return the name with family and rule, as messages give it."""
+        family = show(template_of(self.name))
+        of = "" if family == self.name else f" of family {family!r}"
+        by = f" by rule {self.rule!r}" if self.rule else ""
+        return f"{self.name!r}{of}{by}"

@@ -1,0 +1,111 @@
+"""Perform: a plan, a model and the files brought together, checked, and executed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from modelquirks.planner.checkpoint.fingerprint import changed, layout_digest
+from modelquirks.planner.checkpoint.manifest import Manifest
+from modelquirks.planner.checkpoint.open import open_manifest
+from modelquirks.planner.execution.execute import ExecutionReport, execute
+from modelquirks.planner.execution.loaditem import LoadItem
+from modelquirks.planner.finding import shown
+from modelquirks.planner.model.from_module import skeleton_of
+from modelquirks.planner.model.skeleton import Skeleton
+from modelquirks.planner.placement.devicemap import expand
+from modelquirks.planner.plan import Plan, PlanError
+from modelquirks.quirks.registry import Registry
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["items_of", "perform"]
+
+
+def perform(plan: Plan, model: torch.nn.Module, **options: Any) -> ExecutionReport:
+    """Execute *plan* on *model*; PlanError before anything is touched if it must not be."""
+    if not plan.ok:
+        raise PlanError(plan.refusal())
+    if plan.model is None:
+        raise PlanError("the plan was made without a model, so nothing says what to load")
+    manifest = _unchanged(plan)
+    skeleton = skeleton_of(model)
+    items = list(items_of(plan, skeleton))
+    _same_model(plan, skeleton, items)
+    return execute(
+        model,
+        items,
+        device_map=dict(plan.device_map) if plan.options.dispatch else None,
+        main_device=plan.placement.main_device,
+        root=manifest.root,
+        tensors=manifest.tensors,
+        schemes=(plan.registry or Registry.load()).schemes,
+        compare=plan.compare,
+        offload_buffers=plan.options.offload_buffers,
+        dispatch=plan.options.dispatch,
+        **options,
+    )
+
+
+def items_of(plan: Plan, skeleton: Skeleton) -> Iterator[LoadItem]:
+    """Yield what is to be loaded, tensor by tensor."""
+    shared: dict[str, list[str]] = {}
+    for alias, owner in plan.aliases.items():
+        shared.setdefault(owner, []).append(alias)
+    named = [(recipe, name, env) for recipe in plan.recipes for name, env in recipe.items()]
+    keys = expand(plan.device_map, [name for _, name, _ in named])
+    for recipe, name, env in named:
+        tensor = skeleton.tensors.get(name)
+        if tensor is None or tensor.kind == "computed":
+            raise PlanError(
+                f"the model has no tensor {name!r}: it is not the one the plan was made for"
+            )
+        yield LoadItem(
+            name=name,
+            node=recipe.node,
+            env=env,
+            dtype=recipe.type.dtype or tensor.dtype,
+            shape=recipe.type.shape or tensor.shape,
+            device=plan.device_map[keys[name]] if name in keys else "cpu",
+            kind=tensor.kind,
+            aliases=tuple(shared.get(name, ())),
+            rule=recipe.rule,
+        )
+
+
+def _unchanged(plan: Plan) -> Manifest:
+    manifest = open_manifest(plan.path)
+    told = [f.message for f in changed(manifest.root, plan.shards, same_place=not plan.moved)]
+    known = {shard.name for shard in plan.shards}
+    new = [shard.name for shard in manifest.shards if shard.name not in known]
+    if not told and (new or layout_digest(manifest.tensors.values()) != plan.layout):
+        where = f"from {shown(new)}" if new else "from other places in the same files"
+        told = [f"tensors would be read {where}, by another index or file; make the plan again."]
+    if told:
+        listed = "\n- ".join(told)
+        raise PlanError(f"the checkpoint is not the one the plan was made for:\n- {listed}")
+    return manifest
+
+
+def _same_model(plan: Plan, skeleton: Skeleton, items: list[LoadItem]) -> None:
+    """Refuse a model whose tensors are not those of the plan, naming the differences."""
+    planned = {name for entry in plan.audit.model for name in entry.names}
+    lacking = [name for name in planned if name not in skeleton.wanted]
+    further = [name for name in skeleton.wanted if name not in planned]
+    shapes = [i.name for i in items if skeleton.tensors[i.name].shape != i.shape]
+    arriving = {name for item in items for name in item.names}
+    waived = {n for e in plan.audit.model if e.kind in ("absent", "waived") for n in e.names}
+    lost = planned - arriving - waived
+    faults = [
+        f"{text}: {shown(names)}"
+        for text, names in (
+            ("not in the model", lacking),
+            ("not in the plan", further),
+            ("of another shape", shapes),
+            ("in the audit without a recipe", sorted(lost)),
+        )
+        if names
+    ]
+    if faults:
+        raise PlanError("the model is not the one the plan was made for: " + "; ".join(faults))

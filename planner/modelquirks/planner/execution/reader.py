@@ -1,0 +1,294 @@
+"""``Reader``: tensors, or regions of them, from the files of a checkpoint.
+
+Each file is mapped once and stays mapped, privately: what a program writes into a tensor that is
+a view of the file never reaches the file. The mapping reserves no memory, so that a file larger
+than memory and swap can be mapped too; ``mmap.ACCESS_COPY`` alone fails there with ENOMEM under
+Linux' default ``vm.overcommit_memory=0``.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import os
+import platform
+import sys
+import threading
+from collections.abc import Iterable, Mapping
+from pathlib import Path, PurePosixPath
+from stat import S_ISREG
+from typing import Any, NamedTuple
+
+import torch
+
+from modelquirks.planner.checkpoint.manifest import StoredTensor
+from modelquirks.planner.dtypes import to_torch
+from modelquirks.quirks.recipe import TensorType
+
+__all__ = ["ReadError", "Reader", "Region"]
+
+Region = tuple[tuple[int, int], ...]
+"""One ``(start, stop)`` pair per dimension."""
+
+_counting = threading.Lock()
+if hasattr(os, "register_at_fork"):  # a child must not inherit a lock that nobody will release
+    os.register_at_fork(
+        before=_counting.acquire,
+        after_in_parent=_counting.release,
+        after_in_child=_counting.release,
+    )
+
+_GENERIC = frozenset({"x86_64", "i686", "aarch64", "armv7l", "riscv64", "loongarch64", "s390x"})
+"""Machines whose ``MAP_NORESERVE`` is that of asm-generic/mman.h."""
+
+_READ = os.O_RDONLY | getattr(os, "O_BINARY", 0) | getattr(os, "O_NONBLOCK", 0)
+"""Not waiting: a named pipe in place of a file is an error, not a standstill."""
+
+
+class ReadError(RuntimeError):
+    """A tensor that its file does not hold as the plan says; names tensor and file."""
+
+
+class Reader:
+    """Reads tensors of one checkpoint.
+
+    Safe to use from several threads and after a fork; a pickled or copied reader opens the files
+    again when asked. Tensors that are views keep the mapping alive, so there is nothing to close.
+    """
+
+    def __init__(self, root: Path, tensors: Mapping[str, StoredTensor]) -> None:
+        """Read from the files below *root* the tensors that *tensors* locates."""
+        self._root = root
+        self._tensors = tensors
+        self._files: dict[str, _File] = {}
+        self._forms: dict[str, _Form] = {}
+        self._bytes_read = 0
+
+    def __getstate__(self) -> tuple[Path, dict[str, StoredTensor]]:
+        """Return what another process needs: where to look, not what is mapped."""
+        return self._root, dict(self._tensors)
+
+    def __setstate__(self, state: tuple[Path, dict[str, StoredTensor]]) -> None:
+        """Start afresh; files are mapped when something is read."""
+        self.__init__(*state)  # type: ignore[misc]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Reader:
+        """Return a reader of its own for the same files."""
+        return Reader(self._root, self._tensors)
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes of all tensors and regions asked for so far."""
+        return self._bytes_read
+
+    def type_of(self, name: str) -> TensorType:
+        """Return dtype and shape of a stored tensor."""
+        stored = self._stored(name)
+        return TensorType(stored.dtype, stored.shape)
+
+    def faults(self, names: Iterable[str]) -> list[str]:
+        """Return what keeps those tensors from being read, a sentence each, reading nothing."""
+        faults: list[str] = []
+        for name in names:
+            try:
+                stored = self._stored(name)
+                _form(stored)
+                self._file(stored)
+            except ReadError as error:
+                faults.append(str(error))
+        return faults
+
+    def read(self, name: str, region: Region | None = None) -> torch.Tensor:
+        """Return a tensor, or that region of it, on the CPU.
+
+        The result is a view of the mapped file, read when touched. It is a copy if the file does
+        not hold it aligned, and if it is no safetensors file: those are replaced as a whole when
+        they are saved again, while ``torch.save`` truncates its file under the views of it. An
+        F4 tensor has two values in each element of its last dimension, which is therefore half
+        as long; a region counts values.
+
+        Raises :class:`ReadError` when the file is missing, shorter than it should be, or was
+        written to since it was mapped. That is looked up each time: touching a mapping behind
+        the end of its file kills the process, and new bytes would be wrong weights.
+        """
+        stored = self._stored(name)
+        form = self._forms.get(name)
+        if form is None:
+            form = self._forms[name] = _form(stored)
+        bounds: Region = ()
+        size = form.nbytes
+        if region is not None:
+            bounds = _bounds(stored, region)
+            size = form.dtype.itemsize * math.prod(stop - start for start, stop in bounds)
+        if size == 0:
+            shape = [stop - start for start, stop in bounds] if bounds else form.shape
+            return torch.empty(shape, dtype=form.dtype)
+        tensor = _view(self._file(stored), stored, form)
+        for dim, (start, stop) in enumerate(bounds):
+            tensor = tensor.narrow(dim, start, stop - start)
+        with _counting:
+            self._bytes_read += size
+        return _typed(tensor, form) if form.must_copy else tensor
+
+    def _stored(self, name: str) -> StoredTensor:
+        stored = self._tensors.get(name)
+        if stored is None:
+            raise ReadError(f"tensor {name!r} is not in the checkpoint at '{self._root}'")
+        return stored
+
+    def _file(self, stored: StoredTensor) -> mmap.mmap:
+        """Return the mapping of the file, made if need be, after a look at the file."""
+        file = self._files.get(stored.shard)
+        if file is None:
+            # Two threads may map one file; the second mapping is then dropped again.
+            file = self._files.setdefault(stored.shard, _mapped(self._root, stored))
+        size = min(len(file.mapping), file.mapping.size())
+        if size < (stored.end or 0):
+            raise ReadError(
+                f"tensor {stored.name!r} should end at byte {stored.end} of '{stored.shard}', "
+                f"but the file has only {size}: it was truncated after the plan was made"
+            )
+        if file.is_rewritten():
+            raise ReadError(
+                f"tensor {stored.name!r}: '{stored.shard}' was written to while it was in use; "
+                "save to another file, or load anew"
+            )
+        return file.mapping
+
+
+class _File(NamedTuple):
+    """A mapped file as it was when it was mapped."""
+
+    mapping: mmap.mmap
+    path: str
+    identity: tuple[int, int]
+    mtime_ns: int
+
+    def is_rewritten(self) -> bool:
+        """Tell whether the very file that is mapped was written to.
+
+        One that was deleted or replaced by another is as good as ever: the mapping keeps the old.
+        """
+        try:
+            now = os.stat(self.path)
+        except OSError:
+            return False
+        return (now.st_dev, now.st_ino) == self.identity and now.st_mtime_ns != self.mtime_ns
+
+
+def _mapped(root: Path, stored: StoredTensor) -> _File:
+    relative = PurePosixPath(stored.shard)
+    if relative.is_absolute() or ".." in relative.parts:
+        raise ReadError(f"tensor {stored.name!r}: file '{stored.shard}' is outside of '{root}'")
+    path = str(root / relative)
+    try:
+        descriptor = os.open(path, _READ)
+    except OSError as error:
+        raise ReadError(f"tensor {stored.name!r}: cannot open '{stored.shard}': {error}") from error
+    try:
+        status = os.fstat(descriptor)
+        if not S_ISREG(status.st_mode) or not status.st_size:
+            what = "is empty" if S_ISREG(status.st_mode) else "is not a file"
+            raise ReadError(f"tensor {stored.name!r}: '{stored.shard}' {what}")
+        identity = (status.st_dev, status.st_ino)
+        return _File(_mapping(descriptor), path, identity, status.st_mtime_ns)
+    except OSError as error:
+        raise ReadError(f"tensor {stored.name!r}: cannot map '{stored.shard}': {error}") from error
+    finally:
+        os.close(descriptor)
+
+
+def _mapping(descriptor: int) -> mmap.mmap:
+    if sys.platform == "win32":
+        return mmap.mmap(descriptor, 0, access=mmap.ACCESS_COPY)
+    # The constant is in the mmap module from Python 3.13 on.
+    asm_generic = 0x4000 if sys.platform == "linux" and platform.machine() in _GENERIC else 0
+    flags = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", asm_generic)
+    return mmap.mmap(descriptor, 0, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+
+
+class _Form(NamedTuple):
+    """A stored tensor as torch sees it."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    nbytes: int
+    """Of its elements; a strided tensor may take less or more in the file."""
+    aligned: bool
+    must_copy: bool
+    """Unaligned, several elements share memory, as ``expand`` makes them, or not safetensors."""
+
+
+def _form(stored: StoredTensor) -> _Form:
+    """Return the form, checked against the byte range."""
+    if stored.dtype is None or stored.shape is None or stored.begin is None or stored.end is None:
+        raise ReadError(
+            f"tensor {stored.name!r}: dtype, shape and place in '{stored.shard}' are not known; "
+            "only the index was there when the plan was made"
+        )
+    try:
+        dtype = to_torch(stored.dtype)
+    except ValueError as error:
+        raise ReadError(f"tensor {stored.name!r} in '{stored.shard}': {error}") from error
+    shape = stored.shape
+    if stored.dtype == "F4":
+        if not shape or shape[-1] % 2 or stored.stride is not None:
+            raise ReadError(f"tensor {stored.name!r}: F4 {list(shape)} does not fill whole bytes")
+        shape = (*shape[:-1], shape[-1] // 2)
+    strides = _dense(shape) if stored.stride is None else stored.stride
+    nbytes = needed = dtype.itemsize * math.prod(shape)
+    if stored.stride is not None and nbytes:
+        last = sum((size - 1) * step for size, step in zip(shape, strides, strict=True))
+        needed = (last + 1) * dtype.itemsize
+    held = stored.end - stored.begin
+    if needed > held or (stored.stride is None and needed != held):
+        raise ReadError(
+            f"tensor {stored.name!r}: {stored.dtype} {list(stored.shape)} takes {needed} bytes, "
+            f"'{stored.shard}' has {held} for it"
+        )
+    aligned = stored.begin % dtype.itemsize == 0
+    overlaps = any(n > 1 and step == 0 for n, step in zip(shape, strides, strict=True))
+    safe = stored.shard.endswith(".safetensors")
+    return _Form(dtype, shape, strides, nbytes, aligned, overlaps or not aligned or not safe)
+
+
+def _dense(shape: tuple[int, ...]) -> tuple[int, ...]:
+    strides: list[int] = []
+    step = 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= size
+    return tuple(reversed(strides))
+
+
+def _bounds(stored: StoredTensor, region: Region) -> Region:
+    """Return *region* in elements; ReadError if it is not inside the tensor."""
+    shape = stored.shape or ()
+    if len(region) != len(shape) or any(
+        not 0 <= start <= stop <= size for (start, stop), size in zip(region, shape, strict=True)
+    ):
+        raise ReadError(f"region {region} is not inside tensor {stored.name!r} {list(shape)}")
+    if stored.dtype != "F4":
+        return region
+    start, stop = region[-1]
+    if start % 2 or stop % 2:
+        raise ReadError(f"region {region} of tensor {stored.name!r} cuts a byte of two F4 values")
+    return (*region[:-1], (start // 2, stop // 2))
+
+
+def _view(mapping: mmap.mmap, stored: StoredTensor, form: _Form) -> torch.Tensor:
+    """Return the tensor as a view; unaligned, as bytes with a last dimension for the element."""
+    begin, length = stored.begin or 0, stored.nbytes or 0
+    width = form.dtype.itemsize
+    if form.aligned:
+        flat = torch.frombuffer(mapping, dtype=form.dtype, count=length // width, offset=begin)
+        return flat.as_strided(form.shape, form.strides)
+    flat = torch.frombuffer(mapping, dtype=torch.uint8, count=length, offset=begin)
+    steps = (width * step for step in form.strides)
+    return flat.as_strided((*form.shape, width), (*steps, 1))
+
+
+def _typed(tensor: torch.Tensor, form: _Form) -> torch.Tensor:
+    tensor = tensor.clone(memory_format=torch.contiguous_format)
+    return tensor if form.aligned else tensor.view(form.dtype).squeeze(-1)
