@@ -1,0 +1,69 @@
+"""``modelquirks execute``: load what a plan that was made earlier says."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from modelquirks.planner.checkpoint.open import open_manifest
+from modelquirks.planner.cli.command import Exit
+from modelquirks.planner.cli.model import TRANSFORMERS, add_model, build
+from modelquirks.planner.cli.plugins import add_no_plugin, load_registry
+from modelquirks.planner.cli.report import write_json
+from modelquirks.planner.cli.report_plan import show_loaded, show_plan
+from modelquirks.planner.cli.terminal import Terminal, note, progress
+from modelquirks.planner.plan import Plan, PlanError
+
+if TYPE_CHECKING:
+    import argparse
+
+    import torch
+
+__all__ = ["add_arguments", "load", "run"]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    parser.add_argument("plan", metavar="PLAN", type=Path, help="what `plan -o` wrote")
+    parser.add_argument(
+        "--checkpoint",
+        metavar="CHECKPOINT",
+        help="where the checkpoint is now, if it has been moved",
+    )
+    parser.add_argument("--json", action="store_true", help="write JSON instead of tables")
+    parser.add_argument("--all", action="store_true", help="list everything, however long")
+    add_model(parser)
+    add_no_plugin(parser)
+
+
+def run(args: argparse.Namespace) -> Exit:
+    """Read the plan, build the model, load."""
+    registry = load_registry(args)
+    plan = replace(Plan.load(args.plan, checkpoint=args.checkpoint), registry=registry)
+    if not args.json:
+        show_plan(Terminal(sys.stdout), plan, everything=args.all)
+    manifest = open_manifest(plan.path)
+    with progress("Building the model without its weights"):
+        built = build(args.model or TRANSFORMERS, manifest, registry)
+    return load(plan, built.model, as_json=args.json)
+
+
+def load(plan: Plan, model: torch.nn.Module, *, as_json: bool) -> Exit:
+    """Execute *plan* and report; UNUSABLE, with the reason on standard error, if that fails."""
+    from modelquirks.planner.execution.execute import ExecutionError
+
+    try:
+        with progress("Loading"):
+            loaded = plan.load_into(model)
+    except (PlanError, ExecutionError) as error:
+        if as_json:
+            write_json({**plan.to_json(), "loaded": None}, sys.stdout)
+        note("error", str(error))
+        return Exit.UNUSABLE
+    if as_json:
+        write_json({**plan.to_json(), "loaded": loaded.to_json()}, sys.stdout)
+    else:
+        show_loaded(Terminal(sys.stdout), loaded)
+    return Exit.USABLE if loaded.verification.ok else Exit.UNUSABLE

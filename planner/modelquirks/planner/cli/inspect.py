@@ -1,0 +1,51 @@
+"""``modelquirks inspect``: what a checkpoint holds, from headers alone."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+from modelquirks.planner.checkpoint.open import open_manifest
+from modelquirks.planner.cli.command import Exit
+from modelquirks.planner.cli.report import SCHEMA, show_manifest, write_json
+from modelquirks.planner.cli.terminal import Terminal, note, progress
+
+if TYPE_CHECKING:
+    import argparse
+
+    from modelquirks.planner.checkpoint.manifest import Manifest
+
+__all__ = ["add_arguments", "note_unreadable", "run", "verdict"]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="folder, weight file or index")
+    parser.add_argument("--all", action="store_true", help="list every family and finding")
+    parser.add_argument("--json", action="store_true", help="write JSON instead of tables")
+
+
+def run(args: argparse.Namespace) -> Exit:
+    """Read the headers and report them."""
+    with progress("Reading headers"):
+        manifest = open_manifest(args.checkpoint)
+    if args.json:
+        write_json({"schema": SCHEMA, "checkpoint": manifest.to_json()}, sys.stdout)
+    else:
+        show_manifest(Terminal(sys.stdout), manifest, everything=args.all)
+    code = verdict(manifest)
+    if code is Exit.BAD_CALL:
+        note_unreadable(args.checkpoint)
+    return code
+
+
+def note_unreadable(checkpoint: str) -> None:
+    """Say on standard error that there was nothing to go on with."""
+    note("error", f"{checkpoint!r} holds no tensor that can be read")
+
+
+def verdict(manifest: Manifest) -> Exit:
+    """Return USABLE if nothing is wrong; with errors, whether there is anything to go on with."""
+    if all(finding.severity != "error" for finding in manifest.findings):
+        return Exit.USABLE
+    return Exit.UNUSABLE if manifest.tensors else Exit.BAD_CALL

@@ -1,0 +1,216 @@
+"""``modelquirks plan``: account for every tensor, say where each goes, then load exactly that."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from modelquirks.planner.checkpoint.open import open_manifest
+from modelquirks.planner.cli.command import CallError, Exit
+from modelquirks.planner.cli.inspect import note_unreadable
+from modelquirks.planner.cli.model import TRANSFORMERS, Built, add_model, build
+from modelquirks.planner.cli.plugins import add_no_plugin, load_registry
+from modelquirks.planner.cli.report import write_json
+from modelquirks.planner.cli.report_plan import show_plan, show_verdict
+from modelquirks.planner.cli.terminal import Terminal, note, progress
+from modelquirks.planner.dispatcher import Dispatcher
+from modelquirks.planner.dtypes import from_torch
+from modelquirks.planner.placement.memory import Device, parse_max_memory
+from modelquirks.planner.placement.solve import POLICIES
+from modelquirks.planner.plan import Plan
+
+if TYPE_CHECKING:
+    from modelquirks.planner.model.skeleton import Skeleton
+    from modelquirks.quirks.registry import Registry
+
+__all__ = ["add_arguments", "run"]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="folder, weight file or index")
+    parser.add_argument("--dry-run", action="store_true", help="only plan: no weight is read")
+    parser.add_argument("--json", action="store_true", help="write JSON instead of tables")
+    parser.add_argument("--all", action="store_true", help="list everything, however long")
+    parser.add_argument("-o", "--output", metavar="FILE", type=Path, help="save the plan as JSON")
+    add_model(parser)
+    add_no_plugin(parser)
+    _add_placing(parser)
+    _add_naming(parser)
+
+
+def _add_placing(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("where tensors go")
+    group.add_argument(
+        "--device-map",
+        metavar="POLICY|FILE",
+        type=_checked(_device_map),
+        default="auto",
+        help=f"{', '.join(POLICIES)}, or a JSON file with an object of module: device",
+    )
+    group.add_argument(
+        "--max-memory",
+        metavar="DEVICE=SIZE,...",
+        type=_checked(parse_max_memory),
+        help="for example 0=24GiB,cpu=64GiB,disk; what is not listed is not used. Without it, "
+        "what this machine has free, and the disk",
+    )
+    group.add_argument(
+        "--dtype", type=_checked(_dtype), help="of floating-point weights; 'auto': as stored"
+    )
+    group.add_argument(
+        "--offload-folder",
+        metavar="DIR",
+        help="accepted as in accelerate, and not needed: weights on disk stay in their files",
+    )
+
+
+def _add_naming(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("what counts as the same tensor, and what may be missing")
+    for option, metavar, text in (
+        ("--alias", "A=B", "names that fit A in the checkpoint are called B in the model"),
+        ("--tie", "A=B", "these two names of the model share one tensor"),
+        ("--quirk", "NAME", "apply this record even if it does not match"),
+        ("--no-quirk", "NAME", "never apply this record"),
+        ("--allow-missing", "PATTERN", "tensors of the model that may be missing"),
+    ):
+        group.add_argument(
+            option,
+            metavar=metavar,
+            type=_checked(_pair) if metavar == "A=B" else str,
+            action="append",
+            default=[],
+            help=f"{text} (repeatable)",
+        )
+    group.add_argument(
+        "--min-coverage",
+        metavar="SHARE",
+        type=_checked(_share),
+        help="share of the model's tensors, 0 to 1, that must be accounted for",
+    )
+
+
+def run(args: argparse.Namespace) -> Exit:
+    """Plan, report, and without ``--dry-run`` load."""
+    registry = load_registry(args)
+    built = _built(args, registry)
+    with progress("Planning"):
+        plan = _planned(args, registry, built)
+    if args.output is not None:
+        plan.save(args.output)
+    if args.offload_folder:
+        note("hint", "--offload-folder is not needed: weights on disk stay in their files")
+    code = verdict(plan)
+    loads = built is not None and not args.dry_run and code is Exit.USABLE
+    out = Terminal(sys.stdout)
+    if not args.json:
+        show_plan(out, plan, everything=args.all)
+    if built is not None and loads:
+        from modelquirks.planner.cli.execute import load
+
+        return load(plan, built.model, as_json=args.json)
+    if args.json:
+        write_json(plan.to_json(), sys.stdout)
+    else:
+        show_verdict(out, plan)
+    if code is Exit.BAD_CALL:
+        note_unreadable(args.checkpoint)
+    return code
+
+
+def verdict(plan: Plan) -> Exit:
+    """Return whether the plan can be used; BAD_CALL if there was nothing to plan for."""
+    if plan.ok:
+        return Exit.USABLE
+    return Exit.UNUSABLE if plan.checkpoint["tensors"] else Exit.BAD_CALL
+
+
+def _built(args: argparse.Namespace, registry: Registry) -> Built | None:
+    """Return the model, which a dry run does without unless it is asked for."""
+    spec: str | None = args.model or (None if args.dry_run else TRANSFORMERS)
+    if spec is None:
+        return None
+    manifest = open_manifest(args.checkpoint)
+    with progress("Building the model without its weights"):
+        return build(spec, manifest, registry)
+
+
+def _memory(given: Mapping[Device, int | None] | None) -> Mapping[Device, int | None] | None:
+    """Return the memory to plan with: in Python the disk takes the rest, here it must be named."""
+    return None if given is None else {"disk": 0, **given}
+
+
+def _planned(args: argparse.Namespace, registry: Registry, built: Built | None) -> Plan:
+    return Dispatcher(registry).plan(
+        args.checkpoint,
+        model=None if built is None else _skeleton(built),
+        device_map=args.device_map,
+        max_memory=_memory(args.max_memory),
+        dtype=args.dtype,
+        aliases=args.alias,
+        ties=args.tie,
+        quirks=args.quirk,
+        no_quirks=args.no_quirk,
+        allow_missing=args.allow_missing,
+        min_coverage=args.min_coverage,
+    )
+
+
+def _skeleton(built: Built) -> Skeleton:
+    from modelquirks.planner.model.from_module import skeleton_of
+
+    return skeleton_of(built.model, source=built.source)
+
+
+def _checked(parse: Callable[[str], Any]) -> Callable[[str], Any]:
+    """Return *parse* as argparse wants it: it keeps the text of a ValueError only this way."""
+
+    def parsed(text: str) -> Any:
+        try:
+            return parse(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
+
+    return parsed
+
+
+def _device_map(text: str) -> str | Mapping[str, Any]:
+    if text in POLICIES:
+        return text
+    try:
+        found = json.loads(Path(text).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise CallError(
+            f"{text!r} is none of {', '.join(POLICIES)}, nor a file that can be read "
+            f"({error.strerror})"
+        ) from error
+    except ValueError as error:
+        raise CallError(f"{text!r} is no JSON: {error}") from error
+    if not isinstance(found, dict) or not all(isinstance(d, str | int) for d in found.values()):
+        raise CallError(f"{text!r} must be an object of module: device, as {{'': 'cpu'}}")
+    return found
+
+
+def _pair(text: str) -> str:
+    first, _, second = text.partition("=")
+    if not first or not second:
+        raise CallError(f"{text!r} must have a name on both sides of '=', as 'module.**=**'")
+    return text
+
+
+def _dtype(text: str) -> str:
+    return text if text == "auto" else from_torch(text)
+
+
+def _share(text: str) -> float:
+    try:
+        share = float(text)
+    except ValueError:
+        share = -1.0
+    if not 0 <= share <= 1:
+        raise CallError(f"{text!r} is not between 0 and 1, as 0.99")
+    return share

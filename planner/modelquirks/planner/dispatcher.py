@@ -1,0 +1,366 @@
+"""``Dispatcher``: the one way through, from a checkpoint and a model to a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from modelquirks.planner.checkpoint.fingerprint import layout_digest
+from modelquirks.planner.checkpoint.manifest import Manifest
+from modelquirks.planner.checkpoint.open import open_manifest
+from modelquirks.planner.dtypes import from_torch
+from modelquirks.planner.finding import Finding, shown
+from modelquirks.planner.mapping.audit import Audit
+from modelquirks.planner.mapping.derive import Derived, Waivers, derive
+from modelquirks.planner.mapping.fit import DtypeRule
+from modelquirks.planner.mapping.nearest import closest
+from modelquirks.planner.mapping.offers import Offers, find_offers
+from modelquirks.planner.mapping.requests import idle_aliases, idle_requests
+from modelquirks.planner.mapping.ties import tie_groups, tie_note
+from modelquirks.planner.model.build import model_config
+from modelquirks.planner.model.skeleton import Skeleton
+from modelquirks.planner.placement.memory import Device, normalize_max_memory, this_machine
+from modelquirks.planner.placement.placement import Placement, place
+from modelquirks.planner.placement.tree import tree_of_checkpoint, tree_of_model
+from modelquirks.planner.plan import EMPTY_AUDIT, ModelFacts, Options, Plan, QuirkNote
+from modelquirks.quirks.pattern import Pattern
+from modelquirks.quirks.record import Alias, alias_faults
+from modelquirks.quirks.registry import Registry
+from modelquirks.quirks.resolve import Facts, Resolution, resolve
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Dispatcher", "OptionError"]
+
+_MAX_BROKEN = 20
+"""Findings about incomplete weights, when there is no audit to list them in."""
+
+DeviceMap = str | Mapping[str, Any] | None
+
+
+class OptionError(ValueError):
+    """An option that cannot mean anything; the message says why."""
+
+
+class Dispatcher:
+    """Makes plans with the quirks of a registry (by default: of all installed plugins)."""
+
+    def __init__(self, registry: Registry | None = None) -> None:
+        """Take *registry*; without one, the plugins are loaded at the first plan."""
+        self._registry = registry
+
+    @property
+    def registry(self) -> Registry:
+        """The registry in use."""
+        if self._registry is None:
+            self._registry = Registry.load()
+        return self._registry
+
+    def plan(
+        self,
+        checkpoint: str | Path,
+        *,
+        model: torch.nn.Module | Skeleton | None = None,
+        device_map: DeviceMap = "auto",
+        max_memory: Mapping[Any, Any] | None = None,
+        dtype: torch.dtype | str | None = None,
+        aliases: Sequence[str | tuple[str, str] | Alias] = (),
+        ties: Sequence[str | Sequence[str]] = (),
+        quirks: Iterable[str] = (),
+        no_quirks: Iterable[str] = (),
+        allow_missing: Iterable[str] = (),
+        min_coverage: float | None = None,
+        no_split_module_classes: str | Iterable[str] | None = None,
+        offload_buffers: bool = False,
+    ) -> Plan:
+        """Return the plan for loading *checkpoint* into *model*; headers are all that is read.
+
+        *checkpoint* is a folder, a weight file or an index. Without *model* the plan shows what
+        is stored and where it would fit, and cannot be executed. *device_map* is ``auto``,
+        ``balanced``, ``balanced_low_0``, ``sequential``, a mapping, or None (no dispatch).
+        *max_memory* is in accelerate's forms; without it this machine is asked. As there, the
+        disk takes what fits nowhere else; ``"disk": 0`` forbids it. *dtype* is a
+        torch dtype or its name, ``auto`` (as stored), or None (as the model has it). *aliases*
+        are ``"stored=model"`` patterns, *ties* ``"a=b"`` names that share one tensor. Records
+        named in *quirks* apply even if they do not match, those in *no_quirks* never. Model
+        tensors that fit a pattern of *allow_missing* may be missing. Below *min_coverage* (0 to
+        1) the plan is not usable.
+
+        Raises :class:`~modelquirks.planner.checkpoint.open.CheckpointError` if there is nothing to
+        read, ValueError for options that mean nothing. Everything else is in the plan.
+        """
+        manifest = open_manifest(checkpoint)
+        skeleton = _skeleton(model)
+        resolution = self._resolve(manifest, skeleton, aliases, quirks, no_quirks)
+        config = _config(manifest, skeleton)
+        offers = find_offers(resolution, config, {} if skeleton is None else skeleton.wanted)
+        waivers = Waivers(missing=tuple(str(Pattern(text)) for text in allow_missing))
+        tied: list[tuple[str, ...]] = []
+        derived: Derived | None = None
+        if skeleton is not None:
+            tied += [_tie(tie, skeleton.wanted) for tie in ties]
+            derived = derive(
+                manifest,
+                skeleton,
+                offers,
+                resolution,
+                ties=tie_groups(skeleton, resolution, config, tied),
+                schemes=self.registry.schemes,
+                dtype=DtypeRule.of(_dtype(dtype), skeleton, _kept(resolution), offers.companions),
+                waivers=waivers,
+            )
+        placement = _placement(
+            manifest, skeleton, derived, offers, resolution, device_map, max_memory,
+            no_split=_classes(no_split_module_classes), offload_buffers=offload_buffers,
+        )  # fmt: skip
+        audit = EMPTY_AUDIT if derived is None else derived.audit
+        return Plan(
+            root=manifest.root,
+            path=manifest.path,
+            checkpoint=manifest.to_json(),
+            shards=manifest.shards,
+            layout=layout_digest(manifest.tensors.values()),
+            model=None if skeleton is None else _model_facts(skeleton),
+            quirks=_notes(resolution),
+            audit=audit,
+            placement=placement,
+            recipes=() if derived is None else derived.recipes,
+            aliases={} if derived is None else derived.aliases,
+            compare=() if derived is None else derived.compare,
+            findings=(
+                *self._findings(resolution, audit, min_coverage),
+                *idle_aliases(map(_alias, aliases), resolution),
+                *idle_requests(
+                    skeleton,
+                    ties=ties,
+                    allow_missing=waivers.missing,
+                    min_coverage=min_coverage,
+                ),
+                *_unseen(config, resolution),
+                *(_dtype_unknown(manifest, dtype) if skeleton is not None else ()),
+                *(_without_model(config, offers) if skeleton is None else ()),
+            ),
+            options=Options(offload_buffers=offload_buffers, dispatch=device_map is not None),
+            registry=self.registry,
+        )
+
+    def model(self, checkpoint: str | Path) -> torch.nn.Module | None:
+        """Return the model that the config.json of *checkpoint* describes, without weights.
+
+        None if no plugin builds it; no code that comes with the checkpoint is run.
+        """
+        manifest = open_manifest(checkpoint)
+        built = self.registry.model(model_config(manifest), manifest.root)
+        return None if built is None else built[0]
+
+    def _resolve(
+        self,
+        manifest: Manifest,
+        skeleton: Skeleton | None,
+        aliases: Sequence[str | tuple[str, str] | Alias],
+        quirks: Iterable[str],
+        no_quirks: Iterable[str],
+    ) -> Resolution:
+        return resolve(
+            self.registry.records,
+            Facts(
+                config=_config(manifest, skeleton),
+                families=tuple(manifest.families.values()),
+                container=manifest.container,
+            ),
+            known=() if skeleton is None else skeleton.wanted,
+            aliases=[_alias(alias) for alias in aliases],
+            force=quirks,
+            exclude=no_quirks,
+        )
+
+    def _findings(
+        self, resolution: Resolution, audit: Audit, min_coverage: float | None
+    ) -> Iterable[Finding]:
+        for problem in self.registry.problems:
+            yield Finding("plugin-problem", "warning", problem)
+        for conflict in resolution.conflicts:
+            yield Finding("quirk-conflict", "error", conflict)
+        for problem in resolution.problems:
+            yield Finding("unknown-quirk", "error", problem)
+        if min_coverage is not None and audit.coverage < min_coverage:
+            yield Finding(
+                "coverage-low",
+                "error",
+                f"{audit.n_accounted} of {audit.n_model} model tensors are accounted for "
+                f"({audit.coverage:.2%}), {min_coverage:.2%} were asked for",
+            )
+
+
+def _without_model(config: Mapping[str, Any], offers: Offers) -> Iterable[Finding]:
+    """Yield what can be said of a checkpoint that no model was given for."""
+    yield Finding(
+        "no-model",
+        "info",
+        "no model was given: placement is by stored names and bytes. "
+        "`--model transformers` compares with the class that config.json names, "
+        "`--model pkg.module:factory` with your own",
+    )
+    if (note := tie_note(config, [piece.name for piece in offers.direct])) is not None:
+        yield note
+    broken = [b for b in offers.broken.values() if b.name not in offers.best]
+    for lacking in broken[:_MAX_BROKEN]:
+        yield Finding("incomplete", "error", f"{lacking.name!r}: {lacking.reason}")
+    if len(broken) > _MAX_BROKEN:
+        yield Finding("incomplete", "error", f"{len(broken) - _MAX_BROKEN} more like it")
+
+
+def _dtype_unknown(manifest: Manifest, asked: object) -> Iterable[Finding]:
+    """Yield a finding if nothing says in which dtype the weights are."""
+    named = manifest.config.get("dtype") or manifest.config.get("torch_dtype")
+    if asked is None and not named and manifest.config and not manifest.has_headers:
+        yield Finding(
+            "dtype-unknown",
+            "info",
+            "config.json names no dtype and the headers are not here: bytes are those of the "
+            "model as it was built. The weights may be smaller; --dtype says what they will be",
+        )
+
+
+def _unseen(config: Mapping[str, Any], resolution: Resolution) -> Iterable[Finding]:
+    """Yield a finding if config.json declares a packing that no stored name shows."""
+    declared = [
+        f"{key} {config[key]!r}"
+        for key in ("quantization_config", "quantization", "quantization_bit")
+        if config.get(key)
+    ]
+    if declared and not any(r.role == "quantization" for r in resolution.records()):
+        yield Finding(
+            "quantization-unseen",
+            "warning",
+            f"config.json declares {declared[0][:120]}, but no name in the checkpoint belongs to "
+            "a packing that is known: the weights may be plain, or of a format without a quirk",
+        )
+
+
+def _skeleton(model: torch.nn.Module | Skeleton | None) -> Skeleton | None:
+    if model is None or isinstance(model, Skeleton):
+        return model
+    from modelquirks.planner.model.from_module import skeleton_of
+
+    return skeleton_of(model)
+
+
+def _config(manifest: Manifest, skeleton: Skeleton | None) -> Mapping[str, Any]:
+    """Return config.json; a checkpoint without one is taken to be of the model's kind."""
+    if manifest.config or skeleton is None:
+        return manifest.config
+    return skeleton.config
+
+
+def _alias(alias: str | tuple[str, str] | Alias) -> Alias:
+    if isinstance(alias, Alias):
+        return _sound(alias)
+    stored, _, target = (
+        alias.partition("=") if isinstance(alias, str) else (*alias[:1], "", alias[1])
+    )
+    if not stored or not target:
+        raise OptionError(f"alias {alias!r} must be 'stored=model', for example 'module.**=**'")
+    return _sound(Alias(stored, target))
+
+
+def _sound(alias: Alias) -> Alias:
+    """Return *alias*; ValueError if it would give several tensors one name, or is no pattern."""
+    if faults := list(alias_faults(alias)):
+        raise OptionError("; ".join(faults))
+    return alias
+
+
+def _tie(tie: str | Sequence[str], known: Collection[str]) -> tuple[str, ...]:
+    names = tuple(tie.split("=")) if isinstance(tie, str) else tuple(tie)
+    if len(names) < 2 or not all(names):
+        raise OptionError(f"tie {tie!r} must name two tensors: 'lm_head.weight=embed.weight'")
+    if strangers := [name for name in names if name not in known]:
+        near = [other for name in strangers for other in closest(name, known)]
+        hint = f"; the nearest names are {shown(near)}" if near else ""
+        raise OptionError(f"tie {tie!r}: the model has no tensor {shown(strangers)}{hint}")
+    return names
+
+
+def _dtype(dtype: torch.dtype | str | None) -> str | None:
+    if dtype is None:
+        return None
+    return "auto" if dtype == "auto" else from_torch(dtype)
+
+
+def _kept(resolution: Resolution) -> tuple[str, ...]:
+    return tuple(text for record in resolution.records() for text in record.keep_dtype)
+
+
+def _classes(names: str | Iterable[str] | None) -> frozenset[str]:
+    if names is None:
+        return frozenset()
+    return frozenset([names] if isinstance(names, str) else names)
+
+
+def _model_facts(skeleton: Skeleton) -> ModelFacts:
+    return ModelFacts(skeleton.source, len(skeleton.wanted))
+
+
+def _notes(resolution: Resolution) -> tuple[QuirkNote, ...]:
+    return tuple(
+        QuirkNote(
+            a.record.name,
+            a.registered.origin.plugin,
+            a.registered.origin.distribution,
+            a.registered.origin.version,
+            a.why,
+        )
+        for a in resolution.applied
+    )
+
+
+def _placement(
+    manifest: Manifest,
+    skeleton: Skeleton | None,
+    derived: Derived | None,
+    offers: Offers,
+    resolution: Resolution,
+    device_map: DeviceMap,
+    max_memory: Mapping[Any, Any] | None,
+    *,
+    no_split: frozenset[str],
+    offload_buffers: bool,
+) -> Placement:
+    """Return where everything goes; an empty placement with the reason if nobody can say."""
+    if device_map is None:
+        return _nowhere()
+    if skeleton is None or derived is None:
+        tree = tree_of_checkpoint(manifest, offers.direct)
+        if tree is None:
+            return _nowhere("the sizes are not known without the files, so nothing was placed")
+    else:
+        kept = no_split | {c for record in resolution.records() for c in record.no_split}
+        tree = tree_of_model(skeleton, derived.recipes, derived.aliases, kept)
+    memory = _memory(device_map, max_memory, ask_torch=skeleton is not None)
+    return place(tree, device_map=device_map, max_memory=memory, offload_buffers=offload_buffers)
+
+
+def _memory(
+    device_map: str | Mapping[str, Any], max_memory: Mapping[Any, Any] | None, *, ask_torch: bool
+) -> Mapping[Device, int | None]:
+    """Return bytes by device; as with accelerate, what fits nowhere else may go to the disk."""
+    if max_memory is not None:
+        given = normalize_max_memory(max_memory)
+    elif isinstance(device_map, Mapping):
+        return {}
+    else:
+        given = this_machine(ask_torch=ask_torch)
+    if "disk" not in given:
+        return given if isinstance(device_map, Mapping) else {**given, "disk": None}
+    return {device: size for device, size in given.items() if (device, size) != ("disk", 0)}
+
+
+def _nowhere(why: str = "") -> Placement:
+    findings = (Finding("not-placed", "info", why),) if why else ()
+    return Placement(
+        device_map={}, devices={}, memory={}, main_device=None, solver="none", reasons={},
+        findings=findings,
+    )  # fmt: skip

@@ -1,0 +1,338 @@
+"""``Plan``: everything that will be loaded, from where, to where, and why; frozen, as JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from modelquirks.planner.checkpoint.manifest import Shard
+from modelquirks.planner.finding import Finding, shown
+from modelquirks.planner.mapping.audit import Audit, Entry, Suggestion
+from modelquirks.planner.mapping.recipes import FamilyRecipe
+from modelquirks.planner.placement.memory import Device
+from modelquirks.planner.placement.placement import DeviceMemory, Placement
+from modelquirks.planner.typed import misfits
+from modelquirks.quirks.recipe import RecipeError
+
+if TYPE_CHECKING:
+    import torch
+
+    from modelquirks.planner.execution.execute import ExecutionReport
+    from modelquirks.quirks.registry import Registry
+
+__all__ = ["EMPTY_AUDIT", "SCHEMA", "ModelFacts", "Options", "Plan", "PlanError", "QuirkNote"]
+
+SCHEMA = 1
+"""Number of the JSON format. A reader refuses what it does not know."""
+
+EMPTY_AUDIT = Audit((), ())
+"""The audit of a plan that had no model to compare with."""
+
+
+class PlanError(RuntimeError):
+    """A plan that cannot be used; the message lists every reason."""
+
+
+class ModelFacts(NamedTuple):
+    """The model that a plan was made for."""
+
+    source: str
+    tensors: int
+
+
+class QuirkNote(NamedTuple):
+    """A record that was applied, where it comes from, and why it applies."""
+
+    name: str
+    plugin: str
+    distribution: str
+    version: str
+    why: str
+
+
+class Options(NamedTuple):
+    """What was asked for, as far as execution needs it."""
+
+    offload_buffers: bool = False
+    dispatch: bool = True
+    """False: no device map was asked for, tensors go where the model's own are."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What :meth:`Dispatcher.plan` returns. ``ok`` says whether it can be used."""
+
+    root: Path
+    path: Path
+    checkpoint: Mapping[str, Any]
+    """The ``checkpoint`` object of the report."""
+    shards: tuple[Shard, ...]
+    """The files as they were when they were read: execution refuses others."""
+    layout: str
+    """Digest of which tensor is read from where in them."""
+    model: ModelFacts | None
+    quirks: tuple[QuirkNote, ...]
+    audit: Audit
+    """Empty if there was no model to compare with."""
+    placement: Placement
+    recipes: tuple[FamilyRecipe, ...] = ()
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    compare: tuple[tuple[str, ...], ...] = ()
+    findings: tuple[Finding, ...] = ()
+    """What was found beyond the checkpoint, the audit and the placement."""
+    options: Options = field(default_factory=Options)
+    moved: bool = False
+    """The files lie elsewhere now, so their times say nothing."""
+    registry: Registry | None = field(default=None, compare=False, repr=False)
+    """Where execution finds the packing schemes; None: all installed plugins."""
+
+    @property
+    def all_findings(self) -> tuple[Finding, ...]:
+        """Every finding, of every step."""
+        checkpoint = tuple(Finding(**data) for data in self.checkpoint["findings"])
+        return (*checkpoint, *self.findings, *self.audit.findings, *self.placement.findings)
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        """Why the plan cannot be used; empty if it can."""
+        return tuple(self._problems())
+
+    @property
+    def ok(self) -> bool:
+        """Whether the plan can be executed as it is."""
+        return not self.problems
+
+    def refusal(self, *more: str) -> str:
+        """Return why the plan cannot be used, *more* reasons first, and what may mend it."""
+        proposed = "Proposed, not applied (in Python: aliases and ties of Dispatcher.plan):"
+        parts = (
+            ("the plan cannot be used:", (*more, *self.problems)),
+            ("Also noticed:", [f.message for f in self.all_findings if f.severity == "warning"]),
+            (proposed, [suggestion.text for suggestion in self.audit.suggestions]),
+        )
+        return "\n".join(_listed(title, lines) for title, lines in parts if lines)
+
+    @property
+    def device_map(self) -> Mapping[str, Device]:
+        """Module prefix → device, compact and disjoint."""
+        return self.placement.device_map
+
+    def _problems(self) -> Iterator[str]:
+        for kind in ("missing", "mismatched", "duplicate"):
+            entries = [e for e in (*self.audit.model, *self.audit.stored) if e.kind == kind]
+            if entries:
+                count = sum(len(entry.names) for entry in entries)
+                names = shown([name for entry in entries for name in entry.names])
+                reasons = dict.fromkeys(entry.reason for entry in entries)
+                yield f"{count} {kind}: {names} ({'; '.join(list(reasons)[:3])})"
+        for finding in self.all_findings:
+            if finding.severity == "error":
+                yield finding.message
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the report: the object that ``plan --json`` prints. Its keys are stable."""
+        audit = self.audit.to_json()
+        if self.model is None:
+            audit["coverage"] = None
+        return {
+            "schema": SCHEMA,
+            "checkpoint": dict(self.checkpoint),
+            "model": None if self.model is None else self.model._asdict(),
+            "quirks": [quirk._asdict() for quirk in self.quirks],
+            "audit": audit,
+            "placement": self.placement.to_json(),
+            "findings": [f.to_json() for f in self.all_findings],
+            "ok": self.ok,
+        }
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan as JSON: the report, and under ``execution`` what execution needs."""
+        data = self.to_json()
+        data["execution"] = {
+            "root": str(self.root.resolve()),
+            "path": str(self.path.resolve()),
+            "shards": [_shard_json(shard) for shard in self.shards],
+            "layout": self.layout,
+            "recipes": [recipe.to_json() for recipe in self.recipes],
+            "aliases": dict(self.aliases),
+            "compare": [list(names) for names in self.compare],
+            "devices": {str(k): v for k, v in self.placement.device_map.items()},
+            "audit": {
+                "model": [entry.to_json() for entry in self.audit.model],
+                "stored": [entry.to_json() for entry in self.audit.stored],
+                "findings": [f.to_json() for f in self.audit.findings],
+            },
+            "findings": [f.to_json() for f in self.findings],
+            "placement_findings": [f.to_json() for f in self.placement.findings],
+            "options": self.options._asdict(),
+        }
+        _write(Path(path), json.dumps(data, indent=1) + "\n")
+
+    @classmethod
+    def load(cls, path: str | Path, *, checkpoint: str | Path | None = None) -> Plan:
+        """Read a plan that :meth:`save` wrote; PlanError if it is none or of another schema.
+
+        *checkpoint* is the folder or file to execute it on, if it is not where it was.
+        """
+        try:
+            data = json.loads(Path(path).read_text(encoding="utf-8"))
+        except OSError as error:
+            raise PlanError(f"{str(path)!r} cannot be read: {error.strerror or error}") from error
+        except (ValueError, RecursionError) as error:
+            raise PlanError(f"{str(path)!r} cannot be read as a plan: {error}") from error
+        if (fault := _no_plan(data)) is not None:
+            raise PlanError(f"{str(path)!r} {fault}; save one with `modelquirks plan … -o FILE`")
+        try:
+            plan = _from_json(cls, data, checkpoint)
+            faults = [
+                text for name, kind in _KINDS for text in misfits(getattr(plan, name), kind, name)
+            ]
+            if faults:
+                raise TypeError("; ".join(faults[:10]))
+            return plan
+        except (KeyError, TypeError, ValueError, AttributeError, RecipeError) as error:
+            raise PlanError(f"{str(path)!r} is damaged: {error!r}") from error
+
+    def execute(self, model: torch.nn.Module, **options: Any) -> torch.nn.Module:
+        """Load the planned tensors into *model*, dispatch it, verify it, and return it.
+
+        The model is as before if anything fails. What was noticed on the way is logged. Keyword
+        arguments are those of :meth:`load_into`.
+        """
+        from modelquirks.planner.tell import tell
+
+        tell(self.load_into(model, **options).notes)
+        return model
+
+    def load_into(self, model: torch.nn.Module, **options: Any) -> ExecutionReport:
+        """As :meth:`execute`, and return what was loaded where, how fast, and how verified.
+
+        *skip_keys*, *preload_module_classes* and *force_hooks* are passed to accelerate's
+        ``dispatch_model``.
+        """
+        from modelquirks.planner.execution.perform import perform
+
+        return perform(self, model, **options)
+
+
+_KINDS: tuple[tuple[str, Any], ...] = (
+    ("shards", tuple[Shard, ...]),
+    ("layout", str),
+    ("audit", Audit),
+    ("placement", Placement),
+    ("recipes", tuple[FamilyRecipe, ...]),
+    ("aliases", Mapping[str, str]),
+    ("compare", tuple[tuple[str, ...], ...]),
+    ("all_findings", tuple[Finding, ...]),
+    ("options", Options),
+)
+"""What execution goes by. A plan is a file that people edit."""
+
+
+def _write(target: Path, text: str) -> None:
+    """Write a file whole or not at all; an OSError names *target*."""
+    partial = target.with_name(target.name + ".part")
+    try:
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(target)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise type(error)(error.errno, error.strerror, str(target)) from error
+
+
+def _listed(title: str, lines: Sequence[str]) -> str:
+    more = [f"… and {len(lines) - 10} more"] if len(lines) > 10 else []
+    return "\n- ".join((title, *lines[:10], *more))
+
+
+def _no_plan(data: object) -> str | None:
+    """Return what *data*, the JSON of a file, is instead of a plan; None if it is one."""
+    if not isinstance(data, dict) or "schema" not in data:
+        return "is no plan: it has no 'schema'"
+    if data["schema"] != SCHEMA:
+        return f"is of schema {data['schema']!r}, this version reads plans of schema {SCHEMA}"
+    if "execution" not in data:
+        return "is only a report, as --json prints it: it does not say how to load"
+    return None
+
+
+def _shard_json(shard: Shard) -> dict[str, Any]:
+    return {
+        "name": shard.name,
+        "size_bytes": shard.size_bytes,
+        "mtime_ns": shard.mtime_ns,
+        "digest": shard.digest,
+    }
+
+
+def _entries(data: Sequence[Mapping[str, Any]]) -> tuple[Entry, ...]:
+    return tuple(
+        Entry(
+            kind=entry["kind"],
+            template=entry["template"],
+            names=tuple(entry["names"]),
+            reason=entry["reason"],
+            rule=entry["rule"],
+            quirk=entry["quirk"],
+            nearest=tuple(entry["nearest"]),
+        )
+        for entry in data
+    )
+
+
+def _findings(data: Sequence[Mapping[str, Any]]) -> tuple[Finding, ...]:
+    return tuple(Finding(**finding) for finding in data)
+
+
+def _from_json(cls: type[Plan], data: Mapping[str, Any], moved: str | Path | None) -> Plan:
+    stored = data["execution"]
+    audit = data["audit"]
+    path = Path(stored["path"]) if moved is None else Path(moved)
+    root = Path(stored["root"]) if moved is None else path if path.is_dir() else path.parent
+    return cls(
+        root=root,
+        path=path,
+        checkpoint=data["checkpoint"],
+        shards=tuple(Shard(**shard) for shard in stored["shards"]),
+        layout=stored["layout"],
+        model=None if data["model"] is None else ModelFacts(**data["model"]),
+        quirks=tuple(QuirkNote(**quirk) for quirk in data["quirks"]),
+        audit=Audit(
+            model=_entries(stored["audit"]["model"]),
+            stored=_entries(stored["audit"]["stored"]),
+            ties=tuple(tuple(names) for names in audit["ties"]),
+            unequal_ties=tuple(tuple(names) for names in audit["unequal_ties"]),
+            suggestions=tuple(Suggestion(**s) for s in audit["suggestions"]),
+            findings=_findings(stored["audit"]["findings"]),
+        ),
+        placement=_placement(data["placement"], stored),
+        recipes=tuple(FamilyRecipe.from_json(recipe) for recipe in stored["recipes"]),
+        aliases=dict(stored["aliases"]),
+        compare=tuple(tuple(names) for names in stored["compare"]),
+        findings=_findings(stored["findings"]),
+        options=Options(**stored["options"]),
+        moved=moved is not None,
+    )
+
+
+def _placement(data: Mapping[str, Any], stored: Mapping[str, Any]) -> Placement:
+    keys: dict[str, Device] = {}
+    for device in (*stored["devices"].values(), data["main_device"]):
+        if device is not None:
+            keys[str(device)] = device
+    memory = {
+        keys.get(name, int(name) if name.isdigit() else name): DeviceMemory(**values)
+        for name, values in data["memory"].items()
+    }
+    return Placement(
+        device_map=dict(stored["devices"]),
+        devices={},
+        memory=memory,
+        main_device=data["main_device"],
+        solver=data["solver"],
+        reasons=data["reasons"],
+        findings=_findings(stored["placement_findings"]),
+    )
