@@ -1,0 +1,1 @@
+"""The quirks that ship with modelquirks, registered by entry points like anybody else's."""

@@ -1,0 +1,118 @@
+"""What the tests of the plugins share: real manifests, and a way from stored to model tensors."""
+
+import json
+from collections.abc import Callable, Collection, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from modelquirks.planner.dtypes import from_torch
+from modelquirks.planner.execution.evaluate import evaluate
+from modelquirks.planner.mapping.offers import Offers, find_offers
+from modelquirks.plugins import gpt_oss, moe, packed, wrappers
+from modelquirks.quirks import ModelQuirks, Origin, Registered, TensorType, group
+from modelquirks.quirks.resolve import Facts, Resolution, resolve
+
+DATA = Path(__file__).parents[1] / "data" / "manifests"
+RECORDS = (*wrappers.RECORDS, *gpt_oss.RECORDS, *moe.RECORDS, *packed.RECORDS)
+SCHEMES = {scheme.name: scheme for scheme in gpt_oss.modelquirks_schemes()}
+
+Config = Mapping[str, Any]
+
+
+def resolution_of(
+    names: Iterable[str],
+    config: Config | None = None,
+    *,
+    known: Collection[str] = (),
+    container: str = "",
+    records: Iterable[ModelQuirks] = RECORDS,
+) -> Resolution:
+    registered = [Registered(record, Origin("ours")) for record in records]
+    facts = Facts(config or {}, tuple(group(names).values()), container)
+    return resolve(registered, facts, known=known)
+
+
+@pytest.fixture
+def resolved() -> Callable[..., Resolution]:
+    """Give the function that resolves names against every record that ships."""
+    return resolution_of
+
+
+@pytest.fixture
+def called() -> Callable[..., dict[str, str]]:
+    """Give the function that says what each stored name is called after all aliases."""
+
+    def names(stored: Iterable[str], config: Config | None = None, **facts: Any) -> dict[str, str]:
+        pieces = resolution_of(stored, config, **facts).renamed
+        return {
+            piece.family.template.format(*member): name
+            for piece in pieces
+            for name, member in piece.items()
+        }
+
+    return names
+
+
+@pytest.fixture
+def offers() -> Callable[..., Offers]:
+    """Give the function that says what names and config offer to a model that wants *known*."""
+
+    def find(
+        names: Iterable[str], config: Config | None = None, *, known: Collection[str] = ()
+    ) -> Offers:
+        found = resolution_of(names, config, known=known)
+        assert not found.conflicts
+        return find_offers(found, config or {}, known)
+
+    return find
+
+
+@pytest.fixture
+def loaded() -> Callable[..., dict[str, torch.Tensor]]:
+    """Give the function that makes the *wanted* tensors from stored ones, as a plan would."""
+
+    def make(
+        stored: Mapping[str, torch.Tensor],
+        wanted: Collection[str],
+        config: Config | None = None,
+        *,
+        dtype: torch.dtype | None = None,
+    ) -> dict[str, torch.Tensor]:
+        found = resolution_of(stored, config, known=wanted)
+        assert not found.conflicts
+        best = find_offers(found, config or {}, wanted).best
+
+        def types(name: str) -> TensorType:
+            return TensorType(from_torch(stored[name].dtype), tuple(stored[name].shape))
+
+        def read(name: str, region: Any) -> torch.Tensor:
+            slices = () if region is None else tuple(slice(*bounds) for bounds in region)
+            return stored[name][slices]
+
+        made: dict[str, torch.Tensor] = {}
+        for name in wanted:
+            if name not in best:
+                continue
+            node = best[name].logical.bound.node
+            made[name] = evaluate(
+                node, best[name].env, read=read, types=types, schemes=SCHEMES, dtype=dtype
+            )
+        return made
+
+    return make
+
+
+@pytest.fixture
+def manifest() -> Callable[[str], tuple[list[str], dict[str, Any]]]:
+    """Give the function that reads names and config of a real checkpoint."""
+
+    def read(slug: str) -> tuple[list[str], dict[str, Any]]:
+        folder = DATA / slug
+        index = json.loads((folder / "index.json").read_text())
+        config = json.loads((folder / "config.json").read_text())
+        return list(index["weight_map"]), config
+
+    return read
