@@ -281,6 +281,19 @@ def test_missing_is_waived_by_name_only(tmp_path: Path) -> None:
     assert plan.ok and plan.audit.names("waived") == ("head.weight",)
 
 
+def test_waived_tensor_of_a_model_on_meta_is_told_of_before_execution_refuses(
+    tmp_path: Path,
+) -> None:
+    folder = saved(tmp_path, tensors(without="head.weight"))
+    with torch.device("meta"):
+        model = Model()
+    plan = planned(folder, model, allow_missing=["head.*"])
+    (told,) = [f for f in plan.all_findings if f.code == "no-value"]
+    assert plan.ok and "'head.weight'" in told.message
+    with pytest.raises(RuntimeError, match=r"head\.weight"):
+        plan.execute(model)
+
+
 def test_coverage_below_the_threshold_is_refused_even_when_waived(tmp_path: Path) -> None:
     folder = saved(tmp_path, tensors(without="head.weight"))
     assert planned(folder, allow_missing=["**"], min_coverage=0.9).ok

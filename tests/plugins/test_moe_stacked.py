@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
+from transformers import Qwen3VLMoeConfig, Qwen3VLMoeForConditionalGeneration
 
 from modelquirks.planner import Dispatcher, Plan
 
@@ -99,3 +100,49 @@ def test_plan_with_selections_survives_its_file(
     expected = stored["model.layers.0.mlp.experts.down_proj"][2]
     rows = torch.randn(5, INNER)
     assert torch.equal(linear(rows), rows @ expected.T)
+
+
+def qwen3_vl(folder: Path, inner: int) -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    """Save a tiny Qwen3-VL-MoE; return it and its tensors as they would have been released."""
+    text = {
+        "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "vocab_size": 64,
+        "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8, "num_experts": 4,
+        "num_experts_per_tok": 2, "moe_intermediate_size": inner, "decoder_sparse_step": 1,
+        "rope_scaling": {"rope_type": "default", "mrope_section": [2, 1, 1]},
+    }  # fmt: skip
+    vision = {
+        "depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2,
+        "out_hidden_size": 16, "deepstack_visual_indexes": [0], "num_position_embeddings": 16,
+    }  # fmt: skip
+    config = Qwen3VLMoeConfig(text_config=text, vision_config=vision)
+    model: nn.Module = Qwen3VLMoeForConditionalGeneration(config)
+    model.save_pretrained(folder)  # type: ignore[operator]
+    tensors = load_file(folder / "model.safetensors")
+    released = {
+        name: t.transpose(1, 2).contiguous() if ".experts." in name else t
+        for name, t in tensors.items()
+    }
+    return model, released
+
+
+@pytest.mark.parametrize("form", ["as released", "as transformers 5 saves"])
+def test_qwen3_vl_experts_arrive_whichever_way_round_they_lie(tmp_path: Path, form: str) -> None:
+    model, released = qwen3_vl(tmp_path, inner=4)
+    if form == "as released":
+        save_file(released, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    dispatcher = Dispatcher()
+    loaded = dispatcher.model(tmp_path)
+    assert loaded is not None
+    dispatcher.plan(tmp_path, model=loaded, device_map={"": "cpu"}).execute(loaded)
+    found = loaded.state_dict()
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(found[name], tensor), name
+
+
+def test_qwen3_vl_experts_that_are_square_are_refused_not_guessed(tmp_path: Path) -> None:
+    """2I equal to H: the header cannot tell which way round they lie."""
+    qwen3_vl(tmp_path, inner=8)
+    dispatcher = Dispatcher()
+    plan = dispatcher.plan(tmp_path, model=dispatcher.model(tmp_path), device_map={"": "cpu"})
+    assert plan.audit.mismatched == ("model.language_model.layers.0.mlp.experts.gate_up_proj",)
+    assert any("--no-quirk moe.qwen3_vl" in problem for problem in plan.problems)

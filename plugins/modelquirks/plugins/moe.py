@@ -156,13 +156,13 @@ _QWEN3_VL = ModelQuirks(
         any_of=("**.mlp.experts.gate_up_proj",),
     ),
     conversions=tuple(
-        Convert(name, Transpose(Source(name), 1, 2))
+        Convert(name, Transpose(Source(name), 1, 2), either=True)
         for name in ("**.mlp.experts.gate_up_proj", "**.mlp.experts.down_proj")
     ),
     ties=_TIES,
     why=(
-        "Qwen3-VL-MoE stores its stacked experts as [E, H, 2I] and [E, I, H], the transpose of "
-        "what transformers 5 computes with, under the same names"
+        "Qwen3-VL-MoE was released with stacked experts of [E, H, 2I] and [E, I, H], the transpose "
+        "of what transformers 5 computes with and saves, under the same names"
     ),
     url=_CONVERSIONS,
 )

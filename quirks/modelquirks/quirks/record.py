@@ -131,6 +131,9 @@ class Convert:
 
     target: str
     recipe: Node
+    either: bool = False
+    """For a recipe that changes the form of its own target (transposes it, say): some checkpoints
+    already have the model's form. The shape decides; where both forms fit, the plan is refused."""
 
 
 @dataclass(frozen=True, slots=True)

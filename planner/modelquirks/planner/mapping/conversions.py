@@ -158,7 +158,7 @@ class _Target:
             quirks = tuple(dict.fromkeys([*used, record.name]))
             alike.setdefault((node, quirks), []).append(outer)
         made = [
-            Logical(self.name, node, tuple(members), rule, quirks, reforms)
+            Logical(self.name, node, tuple(members), rule, quirks, reforms, convert.either)
             for (node, quirks), members in alike.items()
         ]
         return made, broken

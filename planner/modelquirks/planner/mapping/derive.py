@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from modelquirks.planner.checkpoint.manifest import Manifest
+from modelquirks.planner.finding import Finding, shown
 from modelquirks.planner.mapping.audit import Audit, Entry
 from modelquirks.planner.mapping.fit import DtypeRule
 from modelquirks.planner.mapping.judge import Judge, Judged, Verdict, conflicts
@@ -61,7 +62,9 @@ def derive(
     """Return how every tensor of the model is made, and the class of every tensor of both sides."""
     judge = Judge(manifest, dtype, schemes)
     judged = {
-        name: judge.judged(tensor, offer)
+        name: judge.either(tensor, offer, offers.rivals.get(name, ()))
+        if offer.logical.either
+        else judge.judged(tensor, offer)
         for name, tensor in skeleton.wanted.items()
         if (offer := offers.best.get(name)) is not None
     }
@@ -83,6 +86,7 @@ def derive(
         unequal_ties=sharing.compare,
         suggestions=tuple(suggest(skeleton, nearest, verdicts.keys())),
         findings=(
+            *_without_value(skeleton, verdicts),
             *sharing.findings,
             *conflicts(judge, judged, offers.rivals),
             *oddities(judged, manifest, nearest.spare),
@@ -90,6 +94,22 @@ def derive(
     )
     recipes = tuple(_recipes(judged, sharing.aliases))
     return Derived(recipes, sharing.aliases, sharing.compare, audit)
+
+
+def _without_value(skeleton: Skeleton, verdicts: Mapping[str, Verdict]) -> Iterator[Finding]:
+    """Yield a warning for tensors that may be missing, of a model that has no value for them."""
+    empty = [
+        name
+        for name, verdict in verdicts.items()
+        if verdict.kind in ("waived", "absent") and skeleton.wanted[name].on_meta
+    ]
+    if empty:
+        yield Finding(
+            "no-value",
+            "warning",
+            f"{shown(empty)} may be missing, but are on the meta device in the model: give them "
+            "values before the plan is executed, which refuses otherwise",
+        )
 
 
 def _unprovided(name: str, offers: Offers, absent: Sequence[Expected], waivers: Waivers) -> Verdict:

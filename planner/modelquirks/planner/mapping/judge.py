@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from modelquirks.planner.checkpoint.manifest import Manifest
-from modelquirks.planner.finding import Finding
+from modelquirks.planner.finding import Finding, shown
 from modelquirks.planner.mapping.audit import ModelClass
 from modelquirks.planner.mapping.fit import DtypeRule, Fit, fit, is_made, leaf_types
 from modelquirks.planner.mapping.logical import Logical
@@ -105,6 +105,28 @@ class Judge:
         if not found.problem and not found.taken:  # else it speaks of this one member
             self._known[key] = found, verdict
         return Judged(offer, found, verdict, reads)
+
+    def either(self, tensor: ModelTensor, offer: Offer, rivals: Sequence[Offer]) -> Judged:
+        """Return how *offer* or the stored tensor as it lies serves *tensor*: its shape decides.
+
+        Where both fit (a square matrix, to be transposed or not), neither is taken.
+        """
+        as_it_lies = next((rival for rival in rivals if not rival.logical.reforms), None)
+        wanted = TensorType(tensor.dtype, tensor.shape)
+        if as_it_lies is None or not self.serves(as_it_lies, wanted):
+            return self.judged(tensor, offer)
+        if not self.serves(offer, wanted):
+            return self.judged(tensor, as_it_lies)
+        found = self.judged(tensor, offer)
+        if any(self.type_of(name).shape is None for name in found.reads):
+            return found  # an index alone does not tell; the headers will
+        problem = (
+            f"{shown(found.reads, 2)} fits as it lies and as {offer.logical.rule!r} makes it, and "
+            "nobody can tell from its header which one is right; choose with --no-quirk "
+            f"{offer.logical.quirks[-1]} (as it lies)"
+        )
+        refused = replace(found.fit, node=None, problem=problem)
+        return found._replace(fit=refused, verdict=_verdict(offer.logical, refused))
 
     def serves(self, offer: Offer, wanted: TensorType) -> bool:
         """Tell whether *offer*, by its shape, could make a tensor of the type *wanted*."""

@@ -55,6 +55,8 @@ class Logical:
     quirks: tuple[str, ...] = ()
     reforms: bool = False
     """Made of the very name it bears (transposed, say): the stored form is not the model's."""
+    either: bool = False
+    """The stored form may be the model's after all: the shape decides."""
 
     @cached_property
     def index_set(self) -> frozenset[tuple[int, ...]]:
