@@ -189,7 +189,7 @@ def test_type_checkers_see_the_public_names_of_quirks() -> None:
 
 
 STEPS = ("checkpoint", "model", "mapping", "placement", "plan", "execution", "dispatcher", "dropin")
-"""The planner's own way through, in order; finding and dtypes serve all, cli may use all."""
+"""The planner's own way through, in order; finding, dtypes and names serve all, cli may use all."""
 
 
 def step_of(module: str) -> str:

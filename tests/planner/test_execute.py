@@ -19,10 +19,11 @@ from torch import nn
 from modelquirks.planner.checkpoint.manifest import StoredTensor
 from modelquirks.planner.execution.dispatching import DispatchOptions
 from modelquirks.planner.execution.execute import ExecutionError, ExecutionReport, _Job, execute
-from modelquirks.planner.execution.loaditem import Device, LoadItem
+from modelquirks.planner.execution.loaditem import LoadItem
 from modelquirks.planner.execution.route import make_route
 from modelquirks.planner.execution.slots import find_slots
 from modelquirks.planner.execution.weights import WeightsMap
+from modelquirks.planner.placement.memory import Device
 from modelquirks.quirks.recipe import (
     Concat,
     Dequantize,

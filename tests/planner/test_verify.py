@@ -11,10 +11,11 @@ from torch import nn
 
 from modelquirks.planner.checkpoint.manifest import StoredTensor
 from modelquirks.planner.execution.execute import execute
-from modelquirks.planner.execution.loaditem import Device, LoadItem
+from modelquirks.planner.execution.loaditem import LoadItem
 from modelquirks.planner.execution.reader import Reader
 from modelquirks.planner.execution.route import make_route, same_device
 from modelquirks.planner.execution.verify import Verification, verify
+from modelquirks.planner.placement.memory import Device
 from modelquirks.quirks.recipe import Source
 
 Located = Callable[[Path], dict[str, StoredTensor]]

@@ -60,7 +60,7 @@ class Dispatcher:
 
     def plan(
         self,
-        checkpoint: str | Path,
+        checkpoint: str | Path | Manifest,
         *,
         model: torch.nn.Module | Skeleton | None = None,
         device_map: DeviceMap = "auto",
@@ -77,7 +77,8 @@ class Dispatcher:
     ) -> Plan:
         """Return the plan for loading *checkpoint* into *model*; headers are all that is read.
 
-        *checkpoint* is a folder, a weight file or an index. Without *model* the plan shows what
+        *checkpoint* is a folder, a weight file or an index, or what ``open_manifest`` made of one.
+        Without *model* the plan shows what
         is stored and where it would fit, and cannot be executed. *device_map* is ``auto``,
         ``balanced``, ``balanced_low_0``, ``sequential``, a mapping, or None (no dispatch).
         *max_memory* is in accelerate's forms; without it this machine is asked. As there, the
@@ -91,10 +92,18 @@ class Dispatcher:
         Raises :class:`~modelquirks.planner.checkpoint.open.CheckpointError` if there is nothing to
         read, ValueError for options that mean nothing. Everything else is in the plan.
         """
-        manifest = open_manifest(checkpoint)
+        manifest = _manifest(checkpoint)
         skeleton = _skeleton(model)
-        resolution = self._resolve(manifest, skeleton, aliases, quirks, no_quirks)
         config = _config(manifest, skeleton)
+        renames = [_alias(alias) for alias in aliases]
+        resolution = resolve(
+            self.registry.records,
+            Facts(config, tuple(manifest.families.values()), manifest.container),
+            known=() if skeleton is None else skeleton.wanted,
+            aliases=renames,
+            force=quirks,
+            exclude=no_quirks,
+        )
         offers = find_offers(resolution, config, {} if skeleton is None else skeleton.wanted)
         waivers = Waivers(missing=tuple(str(Pattern(text)) for text in allow_missing))
         tied: list[tuple[str, ...]] = []
@@ -131,7 +140,7 @@ class Dispatcher:
             compare=() if derived is None else derived.compare,
             findings=(
                 *self._findings(resolution, audit, min_coverage),
-                *idle_aliases(map(_alias, aliases), resolution),
+                *idle_aliases(renames, resolution),
                 *idle_requests(
                     skeleton,
                     ties=ties,
@@ -146,35 +155,14 @@ class Dispatcher:
             registry=self.registry,
         )
 
-    def model(self, checkpoint: str | Path) -> torch.nn.Module | None:
+    def model(self, checkpoint: str | Path | Manifest) -> torch.nn.Module | None:
         """Return the model that the config.json of *checkpoint* describes, without weights.
 
         None if no plugin builds it; no code that comes with the checkpoint is run.
         """
-        manifest = open_manifest(checkpoint)
+        manifest = _manifest(checkpoint)
         built = self.registry.model(model_config(manifest), manifest.root)
         return None if built is None else built[0]
-
-    def _resolve(
-        self,
-        manifest: Manifest,
-        skeleton: Skeleton | None,
-        aliases: Sequence[str | tuple[str, str] | Alias],
-        quirks: Iterable[str],
-        no_quirks: Iterable[str],
-    ) -> Resolution:
-        return resolve(
-            self.registry.records,
-            Facts(
-                config=_config(manifest, skeleton),
-                families=tuple(manifest.families.values()),
-                container=manifest.container,
-            ),
-            known=() if skeleton is None else skeleton.wanted,
-            aliases=[_alias(alias) for alias in aliases],
-            force=quirks,
-            exclude=no_quirks,
-        )
 
     def _findings(
         self, resolution: Resolution, audit: Audit, min_coverage: float | None
@@ -238,6 +226,10 @@ def _unseen(config: Mapping[str, Any], resolution: Resolution) -> Iterable[Findi
             f"config.json declares {declared[0][:120]}, but no name in the checkpoint belongs to "
             "a packing that is known: the weights may be plain, or of a format without a quirk",
         )
+
+
+def _manifest(checkpoint: str | Path | Manifest) -> Manifest:
+    return checkpoint if isinstance(checkpoint, Manifest) else open_manifest(checkpoint)
 
 
 def _skeleton(model: torch.nn.Module | Skeleton | None) -> Skeleton | None:

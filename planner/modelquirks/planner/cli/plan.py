@@ -24,6 +24,7 @@ from modelquirks.planner.placement.solve import POLICIES
 from modelquirks.planner.plan import Plan
 
 if TYPE_CHECKING:
+    from modelquirks.planner.checkpoint.manifest import Manifest
     from modelquirks.planner.model.skeleton import Skeleton
     from modelquirks.quirks.registry import Registry
 
@@ -97,9 +98,11 @@ def _add_naming(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> Exit:
     """Plan, report, and without ``--dry-run`` load."""
     registry = load_registry(args)
-    built = _built(args, registry)
+    with progress("Reading headers"):
+        manifest = open_manifest(args.checkpoint)
+    built = _built(args, manifest, registry)
     with progress("Planning"):
-        plan = _planned(args, registry, built)
+        plan = _planned(args, manifest, registry, built)
     if args.output is not None:
         plan.save(args.output)
     if args.offload_folder:
@@ -129,12 +132,11 @@ def verdict(plan: Plan) -> Exit:
     return Exit.UNUSABLE if plan.checkpoint["tensors"] else Exit.BAD_CALL
 
 
-def _built(args: argparse.Namespace, registry: Registry) -> Built | None:
+def _built(args: argparse.Namespace, manifest: Manifest, registry: Registry) -> Built | None:
     """Return the model, which a dry run does without unless it is asked for."""
     spec: str | None = args.model or (None if args.dry_run else TRANSFORMERS)
     if spec is None:
         return None
-    manifest = open_manifest(args.checkpoint)
     with progress("Building the model without its weights"):
         return build(spec, manifest, registry)
 
@@ -144,9 +146,11 @@ def _memory(given: Mapping[Device, int | None] | None) -> Mapping[Device, int | 
     return None if given is None else {"disk": 0, **given}
 
 
-def _planned(args: argparse.Namespace, registry: Registry, built: Built | None) -> Plan:
+def _planned(
+    args: argparse.Namespace, manifest: Manifest, registry: Registry, built: Built | None
+) -> Plan:
     return Dispatcher(registry).plan(
-        args.checkpoint,
+        manifest,
         model=None if built is None else _skeleton(built),
         device_map=args.device_map,
         max_memory=_memory(args.max_memory),

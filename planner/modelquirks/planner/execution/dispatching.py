@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from modelquirks.planner.execution.loaditem import Device
 from modelquirks.planner.execution.route import Route
 from modelquirks.planner.execution.slots import Slot
 from modelquirks.planner.execution.weights import WeightsMap
+from modelquirks.planner.placement.memory import Device
 
 __all__ = ["DispatchOptions", "hand_over", "loose_modules"]
 

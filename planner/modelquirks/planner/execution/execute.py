@@ -21,7 +21,7 @@ from modelquirks.planner.dtypes import to_torch
 from modelquirks.planner.execution.copies import equal, settle
 from modelquirks.planner.execution.dispatching import DispatchOptions, hand_over, loose_modules
 from modelquirks.planner.execution.evaluate import EvaluationError, evaluate, torch_shape
-from modelquirks.planner.execution.loaditem import Device, ExecutionError, LoadItem
+from modelquirks.planner.execution.loaditem import ExecutionError, LoadItem
 from modelquirks.planner.execution.preflight import (
     faults,
     followers,
@@ -36,11 +36,13 @@ from modelquirks.planner.execution.preflight import (
 )
 from modelquirks.planner.execution.reader import Reader, Region
 from modelquirks.planner.execution.route import Route, make_route
-from modelquirks.planner.execution.slots import find_slots, owner_of
+from modelquirks.planner.execution.slots import find_slots
 from modelquirks.planner.execution.snapshot import Snapshot
 from modelquirks.planner.execution.verify import Verification, verify
 from modelquirks.planner.execution.weights import WeightsMap
 from modelquirks.planner.finding import Finding, shown
+from modelquirks.planner.names import parent
+from modelquirks.planner.placement.memory import Device
 from modelquirks.quirks.recipe import Scheme, Source
 
 __all__ = ["ExecutionError", "ExecutionReport", "execute"]
@@ -283,9 +285,7 @@ class _Job:
             return False
         if slot.is_parameter:
             return True
-        return (
-            self.options.offload_buffers and slot.persistent and not route.is_loose(owner_of(name))
-        )
+        return self.options.offload_buffers and slot.persistent and not route.is_loose(parent(name))
 
     def install(self, made: Mapping[str, torch.Tensor]) -> None:
         """Put the tensors into the model, one Parameter for all names of an item."""
@@ -324,7 +324,7 @@ class _Job:
     def _weights(self, made: Mapping[str, torch.Tensor], loose: set[str]) -> WeightsMap:
         def served(name: str) -> bool:
             slot = self.slots[name]
-            return self._is_fetched(name) or (slot.is_parameter and owner_of(name) in loose)
+            return self._is_fetched(name) or (slot.is_parameter and parent(name) in loose)
 
         items = [item for item in self.items if any(map(served, item.names))]
         extra = filter(served, waived(self.slots, self.items))

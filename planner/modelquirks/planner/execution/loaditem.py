@@ -7,13 +7,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 from modelquirks.planner.dtypes import nbytes
+from modelquirks.planner.placement.memory import Device
 from modelquirks.quirks.family import show, template_of
 from modelquirks.quirks.recipe import Node
 
-__all__ = ["Device", "ExecutionError", "LoadItem"]
-
-Device = str | int
-"""As in accelerate's device maps: ``"cpu"``, ``"disk"``, ``0``, ``"cuda:1"``, ``"mps"``…"""
+__all__ = ["ExecutionError", "LoadItem"]
 
 
 class ExecutionError(RuntimeError):

@@ -13,9 +13,10 @@ from modelquirks.planner.execution.evaluate import node_type, torch_shape
 from modelquirks.planner.execution.loaditem import LoadItem
 from modelquirks.planner.execution.reader import Reader
 from modelquirks.planner.execution.route import Route, same_device
-from modelquirks.planner.execution.slots import Slot, owner_of
+from modelquirks.planner.execution.slots import Slot
 from modelquirks.planner.finding import Finding, shown
 from modelquirks.planner.mapping.recipes import stored_names
+from modelquirks.planner.names import parent
 from modelquirks.quirks.recipe import Scheme
 
 __all__ = [
@@ -83,7 +84,7 @@ def hook_faults(slots: Mapping[str, Slot], is_fetched: Callable[[str], bool]) ->
     prune) make a weight before that, of tensors without data, and torch 2.13 then computes with
     whatever is in memory.
     """
-    fetched = {owner_of(name): slot.module for name, slot in slots.items() if is_fetched(name)}
+    fetched = {parent(name): slot.module for name, slot in slots.items() if is_fetched(name)}
     for path, module in fetched.items():
         if isinstance(module, torch.jit.ScriptModule):
             yield f"module {path!r} is scripted and runs no hooks, so it cannot be offloaded"

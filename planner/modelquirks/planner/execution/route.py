@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from modelquirks.planner.execution.loaditem import Device
-from modelquirks.planner.execution.slots import owner_of
+from modelquirks.planner.names import parent
+from modelquirks.planner.placement.memory import Device
 
 __all__ = ["Route", "make_route", "same_device"]
 
@@ -41,7 +41,7 @@ class Route:
         while name not in self.device_map:
             if not name:
                 return None
-            name = owner_of(name)
+            name = parent(name)
         return self.device_map[name]
 
     def is_offloaded(self, name: str) -> bool:
@@ -53,7 +53,7 @@ class Route:
         while module not in self.device_map or module not in self.modules:
             if not module:
                 return True
-            module = owner_of(module)
+            module = parent(module)
         return False
 
 

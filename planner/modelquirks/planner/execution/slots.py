@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-__all__ = ["Slot", "find_slots", "owner_of"]
+__all__ = ["Slot", "find_slots"]
 
 
 class Slot(NamedTuple):
@@ -46,12 +46,3 @@ def find_slots(model: nn.Module) -> Mapping[str, Slot]:
                 kept = leaf not in module._non_persistent_buffers_set
                 slots[prefix + leaf] = Slot(module, leaf, buffer, False, kept)
     return slots
-
-
-def owner_of(name: str) -> str:
-    """Return the path of the module that holds the tensor of that name.
-
-    >>> owner_of("model.norm.weight"), owner_of("scale")
-    ('model.norm', '')
-    """
-    return name.rpartition(".")[0]

@@ -15,9 +15,10 @@ from modelquirks.planner.execution.copies import bits_equal
 from modelquirks.planner.execution.evaluate import Read, Types, evaluate, torch_shape, whole
 from modelquirks.planner.execution.loaditem import LoadItem
 from modelquirks.planner.execution.reader import Region
-from modelquirks.planner.execution.slots import Slot, find_slots, owner_of
+from modelquirks.planner.execution.slots import Slot, find_slots
 from modelquirks.planner.execution.weights import WeightsMap
 from modelquirks.planner.finding import shown
+from modelquirks.planner.names import parent
 from modelquirks.quirks.family import template_of
 from modelquirks.quirks.recipe import Scheme, Source
 
@@ -151,12 +152,12 @@ class _Check:
 
     def _fetch(self, name: str) -> _Fetch | None:
         """Return what the hook of the module, or of one that loads it in advance, asks."""
-        path = owner_of(name)
+        path = parent(name)
         hook = self._hooks.get(path)
-        while hook is None or not (hook.place_submodules or path == owner_of(name)):
+        while hook is None or not (hook.place_submodules or path == parent(name)):
             if not path:
                 return None
-            path = owner_of(path)
+            path = parent(path)
             hook = self._hooks.get(path)
         key = name[len(path) + 1 :] if path else name
         weights = hook.weights_map

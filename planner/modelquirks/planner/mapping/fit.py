@@ -9,6 +9,7 @@ from typing import NamedTuple
 from modelquirks.planner.dtypes import BITS, is_cast, is_float
 from modelquirks.planner.mapping.recipes import Env, concrete, stored_names
 from modelquirks.planner.model.skeleton import ModelTensor, Skeleton
+from modelquirks.planner.names import module_word
 from modelquirks.quirks.pattern import Pattern
 from modelquirks.quirks.recipe import (
     Cast,
@@ -237,7 +238,7 @@ def _hint(found: tuple[int, ...], tensor: ModelTensor) -> str:
     """Say what kind of difference people usually mean by this one."""
     wanted = tensor.shape
     if len(found) == len(wanted) == 2 and found[1] == wanted[1]:
-        name = tensor.name.rpartition(".")[0].rpartition(".")[2]
+        name = module_word(tensor.name)
         if "embed" in name or "head" in name or name in ("wte", "word_embeddings", "shared"):
             return f" (another vocabulary: {found[0]} rows stored, {wanted[0]} in the model)"
         if any(part in name for part in ("classif", "score", "out_proj")):

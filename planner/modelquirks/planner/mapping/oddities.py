@@ -8,6 +8,7 @@ from modelquirks.planner.checkpoint.manifest import Manifest
 from modelquirks.planner.dtypes import nbytes
 from modelquirks.planner.finding import Finding, shown
 from modelquirks.planner.mapping.judge import Judged
+from modelquirks.planner.names import parent
 from modelquirks.quirks.family import template_of
 from modelquirks.quirks.recipe import Node
 
@@ -90,7 +91,7 @@ def _unscaled(
             continue
         for stored in found.reads:
             narrow = _is_narrow(manifest.tensors[stored].dtype)
-            if narrow and (beside := scales.get(_module(stored))):
+            if narrow and (beside := scales.get(parent(stored))):
                 unread.setdefault(template_of(stored), []).append((stored, beside))
             elif found.fit.warning:
                 bare.setdefault((template_of(stored), found.fit.warning), []).append(stored)
@@ -112,12 +113,8 @@ def _scales(unexpected: Iterable[str]) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for stored in unexpected:
         if "scale" in stored.rpartition(".")[2] or stored.endswith(("SCB", "absmax")):
-            found.setdefault(_module(stored), []).append(stored)
+            found.setdefault(parent(stored), []).append(stored)
     return found
-
-
-def _module(name: str) -> str:
-    return name.rpartition(".")[0]
 
 
 def _is_narrow(dtype: str | None) -> bool:

@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, S
 from modelquirks.planner.mapping.audit import Suggestion
 from modelquirks.planner.mapping.nearest import Nearest
 from modelquirks.planner.model.skeleton import ModelTensor, Skeleton
+from modelquirks.planner.names import module_word
 from modelquirks.quirks.family import Family
 
 __all__ = ["suggest"]
@@ -213,5 +214,5 @@ def _ties(skeleton: Skeleton, missing: Mapping[str, object]) -> Iterator[Suggest
 
 
 def _embeds(name: str) -> bool:
-    module = name.rpartition(".")[0].rpartition(".")[2]
+    module = module_word(name)
     return "emb" in module or module in ("wte", "shared")

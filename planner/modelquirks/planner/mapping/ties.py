@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from modelquirks.planner.finding import Finding
 from modelquirks.planner.model.skeleton import Skeleton
+from modelquirks.planner.names import module_word
 from modelquirks.quirks.family import show
 from modelquirks.quirks.pattern import Pattern
 from modelquirks.quirks.record import Tie
@@ -103,4 +104,4 @@ def tie_note(config: Mapping[str, object], templates: Collection[str]) -> Findin
 
 def _module(template: str) -> str:
     """Return the module of an unindexed tensor, or nothing."""
-    return "" if "{" in template else template.rpartition(".")[0].rpartition(".")[2]
+    return "" if "{" in template else module_word(template)

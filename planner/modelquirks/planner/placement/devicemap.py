@@ -8,8 +8,9 @@ from typing import Any
 
 from modelquirks.planner.finding import Finding, shown
 from modelquirks.planner.mapping.nearest import closest
+from modelquirks.planner.names import parent
 from modelquirks.planner.placement.memory import Device, parse_device, show_devices
-from modelquirks.planner.placement.moduletree import Module, ModuleTree, parent, runs_on
+from modelquirks.planner.placement.moduletree import Module, ModuleTree, runs_on
 
 __all__ = ["GivenMap", "checked", "compact", "expand", "main_of", "read_given"]
 

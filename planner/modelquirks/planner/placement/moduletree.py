@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from modelquirks.planner.finding import shown
+from modelquirks.planner.names import parent
 from modelquirks.planner.placement.memory import Device
 
-__all__ = ["Module", "ModuleTree", "is_offloaded", "parent", "runs_on", "used_bytes"]
+__all__ = ["Module", "ModuleTree", "is_offloaded", "runs_on", "used_bytes"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,11 +96,6 @@ class ModuleTree:
         with it only the non-persistent ones.
         """
         return name in self.computed or (name in self.buffers and not offload_buffers)
-
-
-def parent(name: str) -> str:
-    """Return the name of the module that *name* belongs to."""
-    return name.rpartition(".")[0]
 
 
 def is_offloaded(device: Device, main: Device | None) -> bool:

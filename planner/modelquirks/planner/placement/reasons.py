@@ -6,9 +6,10 @@ from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 
 from modelquirks.planner.finding import Finding, shown
+from modelquirks.planner.names import parent
 from modelquirks.planner.placement.items import Cut, Item
 from modelquirks.planner.placement.memory import Device, show_bytes, show_devices
-from modelquirks.planner.placement.moduletree import ModuleTree, is_offloaded, parent
+from modelquirks.planner.placement.moduletree import ModuleTree, is_offloaded
 from modelquirks.planner.placement.solve import Memory, Policy, Solution, lack, solve
 
 __all__ = ["does_not_fit", "given_reasons", "remarks", "solved_reasons"]

@@ -9,7 +9,8 @@ from modelquirks.planner.dtypes import nbytes
 from modelquirks.planner.mapping.logical import Logical
 from modelquirks.planner.mapping.recipes import FamilyRecipe
 from modelquirks.planner.model.skeleton import Skeleton
-from modelquirks.planner.placement.moduletree import ModuleTree, parent
+from modelquirks.planner.names import parent
+from modelquirks.planner.placement.moduletree import ModuleTree
 
 __all__ = ["tree_of_checkpoint", "tree_of_model"]
 
