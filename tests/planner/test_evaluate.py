@@ -18,9 +18,13 @@ from modelquirks.quirks.recipe import (
     Concat,
     Dequantize,
     Interleave,
+    Join,
     Node,
+    Opaque,
     Part,
+    Permute,
     RecipeError,
+    Reshape,
     Scheme,
     Select,
     Slice,
@@ -35,28 +39,47 @@ Region = tuple[tuple[int, int], ...]
 FLOATS = ("F32", "BF16", "F16")
 
 
-class PerRow:
+class PerRow(Scheme):
     """A small packing: int8 codes, one float32 scale for each row of the first dimension."""
 
     name = "per_row"
     roles: tuple[str, ...] = ("codes", "scales")
 
-    def infer(self, parts: Mapping[str, TensorType]) -> TensorType:
+    def infer(self, parts: Mapping[str, TensorType], settings: Any) -> TensorType:
         shape = parts["codes"].shape
         assert shape is not None
         if parts["scales"].shape != shape[:1]:
             raise RecipeError(f"scales {parts['scales']} do not fit codes {parts['codes']}")
         return TensorType("BF16", shape)
 
-    def regions(self, region: Region, parts: Mapping[str, TensorType]) -> Mapping[str, Region]:
+    def regions(
+        self, region: Region, parts: Mapping[str, TensorType], settings: Any
+    ) -> Mapping[str, Region]:
         return {"codes": region, "scales": region[:1]}
 
-    def evaluate(self, parts: Mapping[str, Any], region: Region, dtype: Any) -> Any:
+    def evaluate(self, parts: Mapping[str, Any], region: Region, dtype: Any, settings: Any) -> Any:
         codes, scales = parts["codes"], parts["scales"]
         return (codes.float() * scales.reshape(-1, *[1] * (codes.dim() - 1))).to(dtype)
 
 
-SCHEMES: dict[str, Scheme] = {"per_row": PerRow()}
+class Sum(Scheme):
+    """The sum of two tensors, as code that nothing is known of."""
+
+    name = "sum"
+    roles: tuple[str, ...] = ("0", "1")
+
+    def infer(self, parts: Mapping[str, TensorType], settings: Any) -> TensorType:
+        raise AssertionError("the node says its type itself")
+
+    def regions(self, region: Region, parts: Any, settings: Any) -> Mapping[str, Region]:
+        raise AssertionError("the node needs all of its sources")
+
+    def evaluate(self, parts: Mapping[str, Any], region: Region, dtype: Any, settings: Any) -> Any:
+        total = (parts["0"] + parts["1"]) * settings["times"]
+        return total.to(dtype)[tuple(slice(a, b) for a, b in region)]
+
+
+SCHEMES: dict[str, Scheme] = {"per_row": PerRow(), "sum": Sum()}
 
 
 @dataclass
@@ -124,7 +147,16 @@ def plain(node: Node, env: Mapping[str, int], stored: Stored) -> torch.Tensor:
             return plain(of, env, stored).transpose(dim0, dim1)
         case Dequantize(_, parts):
             tensors = {part.role: plain(part.of, env, stored) for part in parts}
-            return PerRow().evaluate(tensors, (), torch.bfloat16)  # type: ignore[no-any-return]
+            return PerRow().evaluate(tensors, (), torch.bfloat16, {})  # type: ignore[no-any-return]
+        case Join(of, over, dim, count):
+            return torch.cat([plain(of, {**env, over: i}, stored) for i in range(count or 0)], dim)
+        case Permute(of, dims):
+            return plain(of, env, stored).permute(dims)
+        case Reshape(of, shape):
+            return plain(of, env, stored).reshape(shape)
+        case Opaque(_, of):
+            one, other = (plain(part, env, stored) for part in of)
+            return (one + other) * 3
         case Split():
             raise AssertionError
 
@@ -147,6 +179,9 @@ class Maker:
             kinds += ["slice", "concat", "interleave", "transpose"] if shape else []
             kinds += ["stack"] if shape and shape[0] > 0 else []
             kinds += ["dequantize"] if shape and dtype == "BF16" else []
+            kinds += ["join", "permute"] if shape else []
+            kinds += ["reshape"] if math.prod(shape) else []
+            kinds += ["opaque"] if dtype == "I64" else []
         return getattr(self, self.draw(st.sampled_from(kinds)))(dtype, shape, depth - 1)  # type: ignore[no-any-return]
 
     def source(self, dtype: str, shape: tuple[int, ...], depth: int) -> Node:
@@ -213,6 +248,36 @@ class Maker:
         del self.counts[over]
         return Stack(of, over, shape[0])
 
+    def join(self, dtype: str, shape: tuple[int, ...], depth: int) -> Node:
+        over, dim = f"v{len(self.counts)}", self.dim(shape)
+        count = self.draw(st.sampled_from([k for k in (1, 2, 3) if shape[dim] % k == 0]))
+        self.counts[over] = count
+        of = self.node(dtype, (*shape[:dim], shape[dim] // count, *shape[dim + 1 :]), depth)
+        del self.counts[over]
+        return Join(of, over, dim, count)
+
+    def permute(self, dtype: str, shape: tuple[int, ...], depth: int) -> Node:
+        dims = tuple(self.draw(st.permutations(range(len(shape)))))
+        inner = [0] * len(shape)
+        for number, dim in enumerate(dims):
+            inner[dim] = shape[number]
+        return Permute(self.node(dtype, tuple(inner), depth), dims)
+
+    def reshape(self, dtype: str, shape: tuple[int, ...], depth: int) -> Node:
+        inner: list[int] = []
+        left = math.prod(shape)
+        for _ in range(self.draw(st.integers(0, 2))):
+            inner.append(self.draw(st.sampled_from([k for k in range(1, 7) if left % k == 0])))
+            left //= inner[-1]
+        inner.append(left)
+        free = self.draw(st.booleans()) and len(shape) > 0
+        told = (-1, *shape[1:]) if free else shape
+        return Reshape(self.node(dtype, tuple(inner), depth), told)
+
+    def opaque(self, dtype: str, shape: tuple[int, ...], depth: int) -> Node:
+        of = (self.node(dtype, shape, depth), self.node(dtype, shape, depth))
+        return Opaque("sum", of, dtype, shape, (("times", 3),))
+
     def dequantize(self, dtype: str, shape: tuple[int, ...], depth: int) -> Node:
         codes, scales = self.node("I8", shape, depth), self.node("F32", shape[:1], depth)
         return Dequantize("per_row", (Part("codes", codes), Part("scales", scales)))
@@ -254,7 +319,9 @@ def test_no_more_is_read_than_the_region_needs(
     region = tuple((min(pair), max(pair)) for pair in ends)
     size = math.prod(b - a for a, b in region)
     stored.make(node, region=region)
-    if "Dequantize" in repr(node):
+    if "Opaque" in repr(node):
+        assert stored.n_read >= size  # code needs all of its sources
+    elif "Dequantize" in repr(node):
         assert stored.n_read <= 2 * max(size, max([b - a for a, b in region], default=1))
     else:
         assert stored.n_read == size
@@ -340,9 +407,11 @@ def test_a_large_packed_weight_is_made_in_chunks(monkeypatch: pytest.MonkeyPatch
     sizes: list[int] = []
 
     class Watched(PerRow):
-        def evaluate(self, parts: Mapping[str, Any], region: Region, dtype: Any) -> Any:
+        def evaluate(
+            self, parts: Mapping[str, Any], region: Region, dtype: Any, settings: Any
+        ) -> Any:
             sizes.append(math.prod(b - a for a, b in region))
-            return super().evaluate(parts, region, dtype)
+            return super().evaluate(parts, region, dtype, settings)
 
     monkeypatch.setitem(SCHEMES, "per_row", Watched())
     stored = Stored(
@@ -423,8 +492,10 @@ def test_an_error_names_recipe_sources_and_cause(node: Node, message: str) -> No
 
 def test_a_scheme_that_breaks_its_word_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     class Wrong(PerRow):
-        def evaluate(self, parts: Mapping[str, Any], region: Region, dtype: Any) -> Any:
-            return super().evaluate(parts, region, dtype)[:1]
+        def evaluate(
+            self, parts: Mapping[str, Any], region: Region, dtype: Any, settings: Any
+        ) -> Any:
+            return super().evaluate(parts, region, dtype, settings)[:1]
 
     monkeypatch.setitem(SCHEMES, "per_row", Wrong())
     stored = Stored({"codes": numbers(4, 3, dtype=torch.int8), "scales": numbers(4)})

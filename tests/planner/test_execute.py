@@ -533,7 +533,7 @@ def test_modules_that_list_their_own_parameters_use_the_loaded_ones(
 # Weights that have to be made.
 
 
-class PerRow:
+class PerRow(Scheme):
     """A small packing: int8 codes, one float32 scale for each row."""
 
     name = "per_row"
@@ -542,13 +542,15 @@ class PerRow:
     def __init__(self, fail_at: int = -1, drift: float = 0.0) -> None:
         self.calls, self.fail_at, self.drift = 0, fail_at, drift
 
-    def infer(self, parts: Mapping[str, TensorType]) -> TensorType:
+    def infer(self, parts: Mapping[str, TensorType], settings: Any) -> TensorType:
         return TensorType("F32", parts["codes"].shape)
 
-    def regions(self, region: Region, parts: Mapping[str, TensorType]) -> Mapping[str, Region]:
+    def regions(
+        self, region: Region, parts: Mapping[str, TensorType], settings: Any
+    ) -> Mapping[str, Region]:
         return {"codes": region, "scales": region[:1]}
 
-    def evaluate(self, parts: Mapping[str, Any], region: Region, dtype: Any) -> Any:
+    def evaluate(self, parts: Mapping[str, Any], region: Region, dtype: Any, settings: Any) -> Any:
         self.calls += 1
         if self.calls == self.fail_at:
             raise ValueError("no such luck")

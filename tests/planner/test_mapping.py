@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -25,6 +26,8 @@ from modelquirks.quirks.recipe import (
     Chunk,
     Concat,
     Node,
+    Region,
+    Scheme,
     Select,
     Source,
     Split,
@@ -39,14 +42,20 @@ from modelquirks.quirks.resolve import Facts, Resolution, resolve
 Shape = tuple[int, ...]
 
 
-class Halves:
+class Halves(Scheme):
     """A scheme whose plain weight has the shape of its codes."""
 
     name = "halves"
     roles = ("codes", "scale")
 
-    def infer(self, parts: Mapping[str, TensorType]) -> TensorType:
+    def infer(self, parts: Mapping[str, TensorType], settings: Any) -> TensorType:
         return TensorType("F32", parts["codes"].shape)
+
+    def regions(self, region: Region, parts: Any, settings: Any) -> Mapping[str, Region]:
+        raise AssertionError("nothing is read here")
+
+    def evaluate(self, parts: Any, region: Region, dtype: Any, settings: Any) -> Any:
+        raise AssertionError("nothing is made here")
 
 
 def record(
@@ -100,7 +109,7 @@ def found(
         known=skeleton.wanted,
         aliases=aliases,
     )
-    return manifest, skeleton, resolution, find_offers(resolution, {}, skeleton.wanted)
+    return manifest, skeleton, resolution, find_offers(resolution, {}, skeleton.wanted, {})
 
 
 def derived(
@@ -118,7 +127,7 @@ def derived(
         offers,
         resolution,
         ties=ties,
-        schemes={"halves": Halves()},  # type: ignore[dict-item]
+        schemes={"halves": Halves()},
         dtype=DtypeRule.of(None, skeleton, ()),
         waivers=Waivers(),
     )
@@ -133,7 +142,7 @@ def derived_from(
     return derive(
         manifest,
         skeleton,
-        find_offers(resolution, {}, wanted),
+        find_offers(resolution, {}, wanted, {}),
         resolution,
         ties=ties,
         schemes={},

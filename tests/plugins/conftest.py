@@ -65,7 +65,7 @@ def offers() -> Callable[..., Offers]:
     ) -> Offers:
         found = resolution_of(names, config, known=known)
         assert not found.conflicts
-        return find_offers(found, config or {}, known)
+        return find_offers(found, config or {}, known, SCHEMES)
 
     return find
 
@@ -83,7 +83,7 @@ def loaded() -> Callable[..., dict[str, torch.Tensor]]:
     ) -> dict[str, torch.Tensor]:
         found = resolution_of(stored, config, known=wanted)
         assert not found.conflicts
-        best = find_offers(found, config or {}, wanted).best
+        best = find_offers(found, config or {}, wanted, SCHEMES).best
 
         def types(name: str) -> TensorType:
             return TensorType(from_torch(stored[name].dtype), tuple(stored[name].shape))

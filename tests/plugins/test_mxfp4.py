@@ -29,19 +29,19 @@ def types_of(parts: dict[str, torch.Tensor]) -> dict[str, TensorType]:
 
 
 def whole(parts: dict[str, torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-    shape = SCHEME.infer(types_of(parts)).shape
+    shape = SCHEME.infer(types_of(parts), {}).shape
     assert shape is not None
-    weight: torch.Tensor = SCHEME.evaluate(parts, tuple((0, size) for size in shape), dtype)
+    weight: torch.Tensor = SCHEME.evaluate(parts, tuple((0, size) for size in shape), dtype, {})
     return weight
 
 
 def region_of(parts: dict[str, torch.Tensor], region: Any, dtype: torch.dtype) -> torch.Tensor:
-    regions = SCHEME.regions(region, types_of(parts))
+    regions = SCHEME.regions(region, types_of(parts), {})
     cut = {
         role: tensor[tuple(slice(*bounds) for bounds in regions[role])]
         for role, tensor in parts.items()
     }
-    part: torch.Tensor = SCHEME.evaluate(cut, region, dtype)
+    part: torch.Tensor = SCHEME.evaluate(cut, region, dtype, {})
     return part
 
 
@@ -115,12 +115,12 @@ def test_any_region_equals_that_part_of_the_whole(data: st.DataObject) -> None:
 
 def test_a_region_reads_only_the_groups_that_it_touches() -> None:
     parts = types_of(packed(4, 8, 5))
-    got = SCHEME.regions(((1, 2), (0, 8), (31, 65)), parts)
+    got = SCHEME.regions(((1, 2), (0, 8), (31, 65)), parts, {})
     assert got == {
         "blocks": ((1, 2), (0, 8), (0, 3), (0, 16)),
         "scales": ((1, 2), (0, 8), (0, 3)),
     }
-    assert SCHEME.regions(((0, 4), (2, 3), (64, 96)), parts)["scales"][2] == (2, 3)
+    assert SCHEME.regions(((0, 4), (2, 3), (64, 96)), parts, {})["scales"][2] == (2, 3)
 
 
 def test_the_released_shapes_give_the_shape_of_the_weight() -> None:
@@ -128,7 +128,7 @@ def test_the_released_shapes_give_the_shape_of_the_weight() -> None:
         "blocks": TensorType("U8", (32, 5760, 90, 16)),
         "scales": TensorType("U8", (32, 5760, 90)),
     }
-    assert SCHEME.infer(parts) == TensorType("BF16", (32, 5760, 2880))
+    assert SCHEME.infer(parts, {}) == TensorType("BF16", (32, 5760, 2880))
 
 
 @pytest.mark.parametrize(
@@ -145,7 +145,7 @@ def test_companions_that_do_not_fit_are_refused_with_both_types(
     blocks: TensorType, scales: TensorType, said: str
 ) -> None:
     with pytest.raises(RecipeError, match=said) as raised:
-        SCHEME.infer({"blocks": blocks, "scales": scales})
+        SCHEME.infer({"blocks": blocks, "scales": scales}, {})
     assert str(blocks) in str(raised.value)
 
 

@@ -17,9 +17,13 @@ from modelquirks.quirks.recipe import (
     Concat,
     Dequantize,
     Interleave,
+    Join,
     Node,
+    Opaque,
     Part,
+    Permute,
     RecipeError,
+    Reshape,
     Scheme,
     Select,
     Slice,
@@ -43,21 +47,21 @@ Array = Any
 shapes = st.lists(st.integers(0, 4), min_size=1, max_size=4).map(tuple)
 
 
-class Nibbles:
+class Nibbles(Scheme):
     """A scheme of two values in a byte, to have one."""
 
     name = "nibbles"
     roles: tuple[str, ...] = ("blocks", "scales")
 
-    def infer(self, parts: Mapping[str, TensorType]) -> TensorType:
+    def infer(self, parts: Mapping[str, TensorType], settings: Any) -> TensorType:
         shape = parts["blocks"].shape
         assert shape is not None
         return TensorType("BF16", (*shape[:-1], shape[-1] * 2))
 
-    def regions(self, region: Any, parts: Any) -> Any:
+    def regions(self, region: Any, parts: Any, settings: Any) -> Any:
         raise NotImplementedError
 
-    def evaluate(self, parts: Any, region: Any, dtype: Any) -> Any:
+    def evaluate(self, parts: Any, region: Any, dtype: Any, settings: Any) -> Any:
         raise NotImplementedError
 
 
@@ -66,6 +70,9 @@ SCHEMES: dict[str, Scheme] = {"nibbles": Nibbles()}
 
 def lookup(**types: Shape | None) -> Callable[[str], TensorType]:
     return {name: TensorType("F32", shape) for name, shape in types.items()}.__getitem__
+
+
+_KINDS = [Cast, Chunk, Concat, Interleave, Join, Permute, Reshape, Select, Stack, Slice, Transpose]
 
 
 @st.composite
@@ -77,7 +84,16 @@ def made(draw: st.DrawFn, depth: int = 3) -> tuple[Node, Array, dict[str, Shape]
     node, array, known = draw(made(depth - 1))
     rank = array.ndim
     dim = draw(st.integers(0, rank - 1))
-    kind = draw(st.sampled_from([Cast, Chunk, Concat, Interleave, Select, Stack, Slice, Transpose]))
+    kind = draw(st.sampled_from(_KINDS))
+    if kind is Permute:
+        dims = tuple(draw(st.permutations(range(rank))))
+        return Permute(node, dims), array.transpose(dims), known
+    if kind is Reshape:
+        sizes = (-1, array.shape[-1]) if array.size else (*array.shape, 1)
+        return Reshape(node, sizes), array.reshape(sizes), known
+    if kind is Join:
+        count = draw(st.integers(1, 3))
+        return Join(node, "e", dim, count), np.concatenate([array] * count, dim), known
     if kind is Chunk:
         count = draw(st.sampled_from([n for n in (1, 2, 3) if array.shape[dim] % n == 0]))
         part = draw(st.integers(0, count - 1))
@@ -112,6 +128,7 @@ def made(draw: st.DrawFn, depth: int = 3) -> tuple[Node, Array, dict[str, Shape]
 
 def _above(below: st.SearchStrategy[Node]) -> st.SearchStrategy[Node]:
     several = st.lists(below, max_size=3).map(tuple)
+    numbers = st.lists(_numbers, max_size=3).map(tuple)
     parts = st.lists(st.builds(Part, _texts, below), max_size=3).map(tuple)
     sizes = st.lists(st.one_of(_numbers, st.just("a*b")), max_size=3).map(tuple)
     return st.one_of(
@@ -124,10 +141,17 @@ def _above(below: st.SearchStrategy[Node]) -> st.SearchStrategy[Node]:
         st.builds(Slice, below, _numbers, _numbers, _numbers),
         st.builds(Split, below, _numbers, sizes, _numbers),
         st.builds(Transpose, below, _numbers, _numbers),
-        st.builds(Dequantize, _texts, parts),
+        st.builds(Permute, below, numbers),
+        st.builds(Reshape, below, numbers),
+        st.builds(Join, below, _texts, _numbers, st.one_of(st.none(), _numbers)),
+        st.builds(Dequantize, _texts, parts, _settings),
+        st.builds(Opaque, _texts, several, st.just("F32"), numbers, _settings),
     )
 
 
+_settings = st.dictionaries(
+    st.text(max_size=4), st.one_of(st.integers(), st.booleans(), st.text(max_size=3)), max_size=2
+).map(lambda found: tuple(sorted(found.items())))
 _texts = st.text(max_size=4)
 _numbers = st.integers(0, 9)
 nodes: st.SearchStrategy[Node] = st.recursive(st.builds(Source, _texts), _above, max_leaves=6)

@@ -406,7 +406,8 @@ class ReturnsNothing:
             TwoFaults(),
             [
                 "there is no hook 'modelquirks_recrods'; is 'modelquirks_records' meant?",
-                "an object of type 'object' without name, roles, infer, regions, evaluate",
+                "an object of type 'object' without name, roles, peeks, settings, infer, peek, "
+                "regions, evaluate",
             ],
         ),
         (ReturnsNothing(), ["'modelquirks_records' returned None, expected an iterable"]),

@@ -104,7 +104,8 @@ class Dispatcher:
             force=quirks,
             exclude=no_quirks,
         )
-        offers = find_offers(resolution, config, {} if skeleton is None else skeleton.wanted)
+        wanted = {} if skeleton is None else skeleton.wanted
+        offers = find_offers(resolution, config, wanted, self.registry.schemes)
         waivers = Waivers(missing=tuple(str(Pattern(text)) for text in allow_missing))
         tied: list[tuple[str, ...]] = []
         derived: Derived | None = None

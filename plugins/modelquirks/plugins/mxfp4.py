@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from modelquirks.quirks.recipe import RecipeError, TensorType
+from modelquirks.quirks.recipe import RecipeError, Region, Scheme, Settings, TensorType
 
 if TYPE_CHECKING:
     import torch
@@ -27,10 +27,8 @@ _CHUNK = 1 << 14
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _VALUES = (*_MAGNITUDES, *(-value for value in _MAGNITUDES))
 
-Region = tuple[tuple[int, int], ...]
 
-
-class Mxfp4:
+class Mxfp4(Scheme):
     """Reads ``blocks`` ``[*lead, out, in/32, 16]`` and ``scales`` ``[*lead, out, in/32]``.
 
     The plain weight is ``[*lead, out, in]``.
@@ -39,7 +37,7 @@ class Mxfp4:
     name: str = "mxfp4"
     roles: tuple[str, ...] = ("blocks", "scales")
 
-    def infer(self, parts: Mapping[str, TensorType]) -> TensorType:
+    def infer(self, parts: Mapping[str, TensorType], settings: Settings) -> TensorType:
         """Return BF16 ``[*lead, out, in]``; RecipeError if blocks and scales do not fit.
 
         BF16 is what transformers makes of it; any other floating-point dtype may be asked for.
@@ -61,14 +59,18 @@ class Mxfp4:
         *outer, n_groups, _ = shape
         return TensorType("BF16", (*outer, n_groups * _GROUP))
 
-    def regions(self, region: Region, parts: Mapping[str, TensorType]) -> Mapping[str, Region]:
+    def regions(
+        self, region: Region, parts: Mapping[str, TensorType], settings: Settings
+    ) -> Mapping[str, Region]:
         """Return the groups that *region* touches: its last dimension aligned outwards to 32."""
         *outer, (start, stop) = region
         groups = (start // _GROUP, -(-stop // _GROUP))
         scales = (*outer, groups)
         return {"blocks": (*scales, (0, _BYTES)), "scales": scales}
 
-    def evaluate(self, parts: Mapping[str, Any], region: Region, dtype: Any) -> Any:
+    def evaluate(
+        self, parts: Mapping[str, Any], region: Region, dtype: Any, settings: Settings
+    ) -> Any:
         """Return *region* in *dtype* from the groups that :meth:`regions` named."""
         import torch
 

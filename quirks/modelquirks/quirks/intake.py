@@ -24,7 +24,7 @@ from modelquirks.quirks.record import ModelQuirks
 __all__ = ["Given", "examine", "model_of"]
 
 _HOOKS = sorted(name for name in vars(hookspecs) if name.startswith(f"{GROUP}_"))
-_SCHEME = ("name", "roles", "infer", "regions", "evaluate")
+_SCHEME = ("name", "roles", "peeks", "settings", "infer", "peek", "regions", "evaluate")
 
 
 class Given(NamedTuple):
@@ -109,7 +109,8 @@ def _no_record(item: Any) -> str:
 
 def _no_scheme(item: Any) -> str:
     lacking = [name for name in _SCHEME if not hasattr(item, name)]
-    return f"{_kind(item)} without {', '.join(lacking)} where a Scheme belongs" if lacking else ""
+    text = f"{_kind(item)} without {', '.join(lacking)} where a Scheme belongs"
+    return f"{text}: name Scheme as its base class to inherit the defaults" if lacking else ""
 
 
 def _kind(value: Any) -> str:

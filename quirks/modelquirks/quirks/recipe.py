@@ -12,6 +12,7 @@ element counts, dimensions count from 0.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple, Protocol, cast, get_args
@@ -22,11 +23,19 @@ __all__ = [
     "Concat",
     "Dequantize",
     "Interleave",
+    "Join",
     "Node",
+    "Opaque",
     "Part",
+    "Peek",
+    "Permute",
     "RecipeError",
+    "Region",
+    "Reshape",
     "Scheme",
     "Select",
+    "Setting",
+    "Settings",
     "Slice",
     "Source",
     "Split",
@@ -37,9 +46,16 @@ __all__ = [
     "from_json",
     "infer",
     "mapped",
+    "settings_of",
     "sources",
     "to_json",
 ]
+
+
+Setting = str | int | float | bool
+"""A number or text that a node is parametrised with; JSON holds it as it is."""
+
+Settings = Mapping[str, Setting]
 
 
 class RecipeError(ValueError):
@@ -102,6 +118,20 @@ class Stack:
 
 
 @dataclass(frozen=True, slots=True)
+class Join:
+    """``of`` for each value 0 … ``count``-1 of the variable ``over``, one after another.
+
+    As a :class:`Concat` along ``dim`` of parts that differ in one index: the ranks of a tensor
+    that was cut for tensor parallelism. In a rule ``count`` is None, as that of a :class:`Stack`.
+    """
+
+    of: Node
+    over: str
+    dim: int = 0
+    count: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Select:
     """One element of ``of`` along ``dim``, which is gone from the result: the way back of a stack.
 
@@ -157,6 +187,22 @@ class Transpose:
     dim1: int = 1
 
 
+@dataclass(frozen=True, slots=True)
+class Permute:
+    """``of`` with its dimensions in another order: dimension ``dims[i]`` becomes number i."""
+
+    of: Node
+    dims: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Reshape:
+    """The elements of ``of``, in row-major order, in another shape; one size may be -1."""
+
+    of: Node
+    shape: tuple[int, ...]
+
+
 class Part(NamedTuple):
     """One companion of a packed weight: its role in the scheme and the tensor."""
 
@@ -170,6 +216,22 @@ class Dequantize:
 
     scheme: str
     parts: tuple[Part, ...]
+    settings: tuple[tuple[str, Setting], ...] = ()
+    """What config.json says of this weight (bits, group size…), sorted by name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Opaque:
+    """What code makes of whole tensors: ``scheme`` gets the sources by number, ``"0"``, ``"1"``…
+
+    For what no other node can say. Any region of it needs all of its sources.
+    """
+
+    scheme: str
+    of: tuple[Node, ...]
+    dtype: str
+    shape: tuple[int, ...]
+    settings: tuple[tuple[str, Setting], ...] = ()
 
 
 Node = (
@@ -178,21 +240,32 @@ Node = (
     | Concat
     | Interleave
     | Stack
+    | Join
     | Select
     | Chunk
     | Slice
     | Split
     | Transpose
+    | Permute
+    | Reshape
     | Dequantize
+    | Opaque
 )
+_SEVERAL = (Concat, Interleave, Opaque)
+"""Nodes with a tuple of nodes in ``of``."""
 
 _OPS: dict[str, type[Any]] = {kind.__name__.lower(): kind for kind in get_args(Node)}
+
+
+Region = tuple[tuple[int, int], ...]
+"""One ``(start, stop)`` pair per dimension."""
 
 
 class Scheme(Protocol):
     """How the companions of one packing are read. Quantisation plugins provide these.
 
-    ``infer`` must not import torch; ``evaluate`` gets torch tensors and may.
+    A class that names this one as its base inherits what most schemes need not say. Only
+    ``evaluate`` and ``peek`` get torch tensors and may import torch.
     """
 
     name: str
@@ -201,71 +274,127 @@ class Scheme(Protocol):
     roles: tuple[str, ...]
     """Companions that must be there, for example ``("blocks", "scales")``."""
 
-    def infer(self, parts: Mapping[str, TensorType]) -> TensorType:
-        """Return type of the plain weight; raise :class:`RecipeError` if the parts do not fit."""
-        ...
+    peeks: tuple[str, ...] = ()
+    """Companions whose *values* tell what no header does (a shape, a format)."""
 
-    def regions(
-        self, region: tuple[tuple[int, int], ...], parts: Mapping[str, TensorType]
-    ) -> Mapping[str, tuple[tuple[int, int], ...]]:
-        """Return, by role, the region of each part that *region* of the weight needs.
+    def settings(self, config: Mapping[str, Any], weight: str) -> Settings:
+        """Return what config.json says of *weight*, by its name in the model.
 
-        A region is one ``(start, stop)`` pair per dimension.
+        *config* is empty if there is no such file. :class:`RecipeError` says what is lacking.
+        """
+        return {}
+
+    def infer(self, parts: Mapping[str, TensorType], settings: Settings) -> TensorType:
+        """Return type of the plain weight; raise :class:`RecipeError` if the parts do not fit.
+
+        The shape is None if only the values of ``peeks`` tell it and *settings* do not hold it.
         """
         ...
 
+    def peek(self, values: Mapping[str, Any], settings: Settings) -> Settings:
+        """Return further settings from the values of the ``peeks``, for example the shape."""
+        return {}
+
+    def regions(
+        self, region: Region, parts: Mapping[str, TensorType], settings: Settings
+    ) -> Mapping[str, Region]:
+        """Return, by role, the region of each part that *region* of the weight needs."""
+        ...
+
     def evaluate(
-        self, parts: Mapping[str, Any], region: tuple[tuple[int, int], ...], dtype: Any
+        self, parts: Mapping[str, Any], region: Region, dtype: Any, settings: Settings
     ) -> Any:
         """Return the tensor of *region* from those regions of the parts, in torch *dtype*."""
         ...
 
 
+Peek = Callable[[Dequantize], Settings]
+"""Gives what the values of the parts of a packed weight tell; needs more than headers."""
+
 Lookup = Callable[[str], TensorType]
 
 
-def infer(node: Node, lookup: Lookup, schemes: Mapping[str, Scheme]) -> TensorType:
+def infer(
+    node: Node, lookup: Lookup, schemes: Mapping[str, Scheme], peek: Peek | None = None
+) -> TensorType:
     """Return dtype and shape of *node*, or raise :class:`RecipeError` saying why there is none.
 
     *lookup* gives the type of a source; a source without shape makes the result shapeless.
+    Without *peek*, so does a packed weight whose shape no header tells.
 
     >>> infer(Concat((Source("a"), Source("b"))), {"a": TensorType("F32", (2, 3)),
     ...       "b": TensorType("F32", (4, 3))}.__getitem__, {})
     TensorType(dtype='F32', shape=(6, 3))
     """
+
+    def of(inner: Node) -> TensorType:
+        return infer(inner, lookup, schemes, peek)
+
     match node:
         case Source(name):
             return lookup(name)
-        case Cast(of, dtype):
-            return TensorType(dtype, infer(of, lookup, schemes).shape)
-        case Concat(of, dim):
-            return _concat([infer(part, lookup, schemes) for part in of], dim)
-        case Interleave(of, dim):
-            types = [infer(part, lookup, schemes) for part in of]
+        case Cast(inner, dtype):
+            return TensorType(dtype, of(inner).shape)
+        case Concat(parts, dim):
+            return _concat([of(part) for part in parts], dim)
+        case Interleave(parts, dim):
+            types = [of(part) for part in parts]
             _same("interleaved parts", types)
             return _concat(types, dim)
-        case Stack(of, _, count):
-            return _stack(of, count, lookup, schemes)
-        case Select(of, _, dim):
-            return _select(infer(of, lookup, schemes), dim)
-        case Chunk(of, dim, count, part):
-            return _chunk(infer(of, lookup, schemes), dim, count, part)
-        case Slice(of, dim, start, stop):
-            return _slice(infer(of, lookup, schemes), dim, start, stop)
+        case Stack(inner, _, count):
+            return _stack(of(inner), _counted(count))
+        case Join(inner, _, dim, count):
+            return _concat([of(inner)] * _counted(count), dim)
+        case Select(inner, _, dim):
+            return _select(of(inner), dim)
+        case Chunk(inner, dim, count, part):
+            return _chunk(of(inner), dim, count, part)
+        case Slice(inner, dim, start, stop):
+            return _slice(of(inner), dim, start, stop)
         case Split():
             raise RecipeError("sizes of the split are not known: config.json does not give them")
-        case Transpose(of, dim0, dim1):
-            return _transpose(infer(of, lookup, schemes), dim0, dim1)
-        case Dequantize(scheme, parts):
-            types_by_role = {role: infer(of, lookup, schemes) for role, of in parts}
-            if scheme not in schemes:
-                raise RecipeError(
-                    f"stored packed as {scheme!r} ({', '.join(types_by_role)}), "
-                    "and no plugin knows how to make a plain weight of that"
-                )
+        case Transpose(inner, dim0, dim1):
+            return _transpose(of(inner), dim0, dim1)
+        case Permute(inner, dims):
+            return _permute(of(inner), dims)
+        case Reshape(inner, shape):
+            return _reshape(of(inner), shape)
+        case Dequantize(scheme, packed):
+            types_by_role = {role: of(inner) for role, inner in packed}
+            _known_scheme(scheme, types_by_role, schemes)
             if any(t.shape is None for t in types_by_role.values()):
                 return TensorType(None, None)
-            return schemes[scheme].infer(types_by_role)
+            return schemes[scheme].infer(types_by_role, settings_of(node, peek))
+        case Opaque(scheme, parts, dtype, shape):
+            types_by_role = {str(number): of(part) for number, part in enumerate(parts)}
+            _known_scheme(scheme, types_by_role, schemes)
+            return TensorType(dtype, shape)
+
+
+def settings_of(node: Dequantize | Opaque, peek: Peek | None = None) -> Settings:
+    """Return the settings of a node, with what *peek* finds in the values of its parts."""
+    settings = dict(node.settings)
+    if peek is not None and isinstance(node, Dequantize):
+        settings |= peek(node)
+    return settings
+
+
+def _known_scheme(
+    scheme: str, parts: Mapping[str, TensorType], schemes: Mapping[str, Scheme]
+) -> None:
+    if scheme not in schemes:
+        raise RecipeError(
+            f"stored packed as {scheme!r} ({', '.join(parts)}), "
+            "and no plugin knows how to make a plain weight of that"
+        )
+
+
+def _counted(count: int | None) -> int:
+    if count is None:
+        raise RecipeError("the number of tensors to stack is not known")
+    if count < 1:
+        raise RecipeError("nothing to stack")
+    return count
 
 
 def sources(node: Node) -> Iterator[Source]:
@@ -281,10 +410,11 @@ def mapped(node: Node, change: Callable[[Node], Node]) -> Node:
     match node:
         case Source():
             pass
-        case Concat(of) | Interleave(of):
+        case Concat(of) | Interleave(of) | Opaque(_, of):
             node = replace(node, of=tuple(mapped(part, change) for part in of))
-        case Dequantize(scheme, parts):
-            node = Dequantize(scheme, tuple(Part(role, mapped(of, change)) for role, of in parts))
+        case Dequantize(_, parts):
+            changed = tuple(Part(role, mapped(of, change)) for role, of in parts)
+            node = replace(node, parts=changed)
         case _:
             node = replace(node, of=mapped(node.of, change))
     return change(node)
@@ -299,6 +429,8 @@ def to_json(node: Node) -> dict[str, Any]:
             value = [{"role": role, "of": to_json(of)} for role, of in value]
         elif field.name == "of":
             value = [to_json(v) for v in value] if isinstance(value, tuple) else to_json(value)
+        elif field.name == "settings":
+            value = dict(value)
         elif isinstance(value, tuple):
             value = list(value)
         data[field.name] = value
@@ -312,7 +444,7 @@ def from_json(data: Any) -> Node:
         values = {f.name: _field_from_json(f.name, data[f.name]) for f in fields(kind)}
         if len(values) + 1 != len(data):
             raise RecipeError(f"unknown fields in recipe node {data['op']!r}")
-        if isinstance(values.get("of"), tuple) != (kind in (Concat, Interleave)):
+        if isinstance(values.get("of"), tuple) != (kind in _SEVERAL):
             raise TypeError(f"'of' of {data['op']!r} has the wrong form")
         return cast(Node, kind(**values))
     except (KeyError, TypeError, AttributeError) as error:
@@ -327,6 +459,10 @@ def _field_from_json(name: str, value: Any) -> Any:
             return tuple(map(from_json, value)) if isinstance(value, list) else from_json(value)
         case "sizes":
             return tuple(value)
+        case "dims" | "shape":
+            return tuple(int(size) for size in value)
+        case "settings":
+            return tuple(sorted(_setting(key, v) for key, v in value.items()))
         case "name" | "dtype" | "over" | "index" | "scheme":
             fits = isinstance(value, str)
         case _:  # a number; the count of a stack may be unknown
@@ -336,12 +472,18 @@ def _field_from_json(name: str, value: Any) -> Any:
     return value
 
 
+def _setting(name: str, value: Any) -> tuple[str, Setting]:
+    if not isinstance(value, Setting):
+        raise TypeError(f"setting {name!r} is {value!r}")
+    return name, value
+
+
 def children(node: Node) -> tuple[Node, ...]:
     """Return the nodes directly below *node*."""
     match node:
         case Source():
             return ()
-        case Concat(of) | Interleave(of):
+        case Concat(of) | Interleave(of) | Opaque(_, of):
             return of
         case Dequantize(_, parts):
             return tuple(part.of for part in parts)
@@ -381,15 +523,8 @@ def _concat(types: list[TensorType], dim: int) -> TensorType:
     return TensorType(dtype, (*first[:dim], total, *first[dim + 1 :]))
 
 
-def _stack(
-    of: Node, count: int | None, lookup: Lookup, schemes: Mapping[str, Scheme]
-) -> TensorType:
-    if count is None:
-        raise RecipeError("the number of tensors to stack is not known")
-    if count < 1:
-        raise RecipeError("nothing to stack")
-    inner = infer(of, lookup, schemes)
-    return TensorType(inner.dtype, None if inner.shape is None else (count, *inner.shape))
+def _stack(of: TensorType, count: int) -> TensorType:
+    return TensorType(of.dtype, None if of.shape is None else (count, *of.shape))
 
 
 def _select(of: TensorType, dim: int) -> TensorType:
@@ -426,3 +561,21 @@ def _transpose(of: TensorType, dim0: int, dim1: int) -> TensorType:
     a, b = _dim(of.shape, dim0), _dim(of.shape, dim1)
     order[a], order[b] = order[b], order[a]
     return TensorType(of.dtype, tuple(order))
+
+
+def _permute(of: TensorType, dims: tuple[int, ...]) -> TensorType:
+    if of.shape is None:
+        return of
+    if sorted(dims) != list(range(len(of.shape))):
+        raise RecipeError(f"{list(dims)} is no order of the dimensions of {of}")
+    return TensorType(of.dtype, tuple(of.shape[dim] for dim in dims))
+
+
+def _reshape(of: TensorType, shape: tuple[int, ...]) -> TensorType:
+    if of.shape is None:
+        return TensorType(of.dtype, None if -1 in shape else shape)
+    count, known = math.prod(of.shape), math.prod(size for size in shape if size != -1)
+    free = shape.count(-1)
+    if free > 1 or (free == 0 and known != count) or (free and (not known or count % known)):
+        raise RecipeError(f"{of} cannot be reshaped to {list(shape)}")
+    return TensorType(of.dtype, tuple(count // known if size == -1 else size for size in shape))

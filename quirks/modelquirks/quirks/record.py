@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, fields
 from typing import Literal, get_args
 
 from modelquirks.quirks.pattern import Pattern, PatternError
-from modelquirks.quirks.recipe import Node, Select, Source, Split, Stack, children, sources
+from modelquirks.quirks.recipe import Join, Node, Select, Source, Split, Stack, children, sources
 
 __all__ = [
     "ROLES",
@@ -320,7 +320,7 @@ def _convert_faults(convert: Convert) -> Iterator[str]:
             yield from _split_faults(node, convert.target)
         if isinstance(node, Select):
             yield from _select_faults(node, target)
-        if isinstance(node, Stack) and node.over in target.placeholders:
+        if isinstance(node, Stack | Join) and node.over in target.placeholders:
             yield f"target {convert.target!r} has {{{node.over}}}, so nothing is stacked over it"
 
 
@@ -342,7 +342,7 @@ def _scopes(node: Node, variables: frozenset[str]) -> Iterator[tuple[frozenset[s
     if isinstance(node, Source):
         yield variables, node
         return
-    if isinstance(node, Stack):
+    if isinstance(node, Stack | Join):
         variables |= {node.over}
     if isinstance(node, Select):
         variables -= {node.index[1:-1]}

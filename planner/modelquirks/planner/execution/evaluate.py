@@ -16,16 +16,23 @@ import torch
 
 from modelquirks.planner.dtypes import from_torch, is_cast, to_torch
 from modelquirks.planner.execution.reader import Region
+from modelquirks.planner.execution.reshaping import runs
 from modelquirks.quirks.recipe import (
     Cast,
     Chunk,
     Concat,
     Dequantize,
     Interleave,
+    Join,
     Node,
+    Opaque,
+    Peek,
+    Permute,
     RecipeError,
+    Reshape,
     Scheme,
     Select,
+    Settings,
     Slice,
     Source,
     Split,
@@ -33,6 +40,7 @@ from modelquirks.quirks.recipe import (
     TensorType,
     Transpose,
     infer,
+    settings_of,
     sources,
 )
 
@@ -78,7 +86,7 @@ def evaluate(
     are cast, and integers to wider ones. An F4 result has two values in each element of its last
     dimension.
     """
-    maker = _Maker(read, types, schemes)
+    maker = _Maker(read, types, schemes, {})
     try:
         kind = maker.type_of(node, env)
         region = whole(kind.shape) if region is None else _checked(region, kind)
@@ -101,14 +109,31 @@ class Known(NamedTuple):
 
 
 def node_type(
-    node: Node, env: Mapping[str, int], *, types: Types, schemes: Mapping[str, Scheme]
+    node: Node,
+    env: Mapping[str, int],
+    *,
+    types: Types,
+    schemes: Mapping[str, Scheme],
+    read: Read | None = None,
 ) -> Known:
     """Return dtype and shape that *node* gives; RecipeError if they are not known or do not fit.
 
-    Of a stack the first member speaks for all; evaluation looks at the others.
+    Of a stack the first member speaks for all; evaluation looks at the others. *read* serves
+    packed weights whose shape is not in the header but in a small companion.
     """
-    first = _FirstOfStack(env)
-    dtype, shape = infer(node, lambda name: types(name.format_map(first)), schemes)
+    maker = _Maker(read, types, schemes, {}) if read is not None else None
+    return _type(node, _FirstOfStack(env), types, schemes, maker)
+
+
+def _type(
+    node: Node,
+    first: Mapping[str, int],
+    types: Types,
+    schemes: Mapping[str, Scheme],
+    maker: _Maker | None,
+) -> Known:
+    peek: Peek | None = None if maker is None else lambda packed: maker.peek(packed, first)
+    dtype, shape = infer(node, lambda name: types(name.format_map(first)), schemes, peek)
     if dtype is None or shape is None:
         raise RecipeError("dtype and shape are not known from the header")
     return Known(dtype, shape)
@@ -136,6 +161,8 @@ class _Maker:
     read: Read
     types: Types
     schemes: Mapping[str, Scheme]
+    peeked: dict[object, Settings]
+    """What the values of packed weights told, by their stored names."""
 
     def make(
         self, node: Node, env: Mapping[str, int], region: Region, dtype: torch.dtype, stored: str
@@ -174,8 +201,10 @@ class _Maker:
                 self._concat(out, of, dim, env, region)
             case Interleave(of, dim):
                 self._interleave(out, of, dim, env, region)
-            case Stack(of, over, _):
-                self._stack(out, of, over, env, region)
+            case Stack():
+                self._stack(out, node, env, region)
+            case Join():
+                self._join(out, node, env, region)
             case Select(of, index, dim):
                 number = int(index.format_map(env))
                 inner = (*region[:dim], (number, number + 1), *region[dim:])
@@ -190,13 +219,36 @@ class _Maker:
                 turned = list(region)
                 turned[dim0], turned[dim1] = turned[dim1], turned[dim0]
                 self.fill(out.transpose(dim0, dim1), of, env, tuple(turned))
+            case Permute(of, dims):
+                _no_pairs(out, *(dim for i, dim in enumerate(dims) if i != dim))
+                back = sorted(range(len(dims)), key=dims.__getitem__)
+                self.fill(out.permute(back), of, env, tuple(region[i] for i in back))
+            case Reshape(of):
+                self._reshape(out, node, env, region)
             case Dequantize():
                 self._dequantize(out, node, env, region)
+            case Opaque():
+                self._opaque(out, node, env, region)
             case Split():
                 raise RecipeError("a split without sizes cannot be evaluated")
 
     def type_of(self, node: Node, env: Mapping[str, int]) -> Known:
-        return node_type(node, env, types=self.types, schemes=self.schemes)
+        return _type(node, _FirstOfStack(env), self.types, self.schemes, self)
+
+    def peek(self, node: Dequantize, env: Mapping[str, int]) -> Settings:
+        """Return what the values of *node*'s parts tell; each is read once."""
+        scheme = self.schemes[node.scheme]
+        telling = [(role, of) for role, of in node.parts if role in scheme.peeks]
+        if not telling:
+            return {}
+        key = (node.scheme, *(s.name.format_map(env) for _, of in telling for s in sources(of)))
+        if key not in self.peeked:
+            values: dict[str, torch.Tensor] = {}
+            for role, of in telling:
+                dtype, shape = self.type_of(of, env)
+                values[role] = self.make(of, env, whole(shape), to_torch(dtype), dtype)
+            self.peeked[key] = scheme.peek(values, dict(node.settings))
+        return self.peeked[key]
 
     def _cast(
         self,
@@ -211,6 +263,59 @@ class _Maker:
         between = torch.empty(out.shape, dtype=dtype)
         self.fill(between, of, env, region)
         return _copy(out, between)
+
+    def _join(self, out: torch.Tensor, node: Join, env: Mapping[str, int], region: Region) -> None:
+        _no_pairs(out, node.dim)
+        start, stop = region[node.dim]
+        size = self.type_of(node.of, {**env, node.over: 0}).shape[node.dim]
+        for index in range(start // size, -(-stop // size)):
+            member, before = {**env, node.over: index}, index * size
+            self._alike(node, member, env)
+            a, b = max(start, before), min(stop, before + size)
+            inner = _with(region, node.dim, (a - before, b - before))
+            self.fill(out.narrow(node.dim, a - start, b - a), node.of, member, inner)
+
+    def _alike(self, node: Stack | Join, member: Mapping[str, int], env: Mapping[str, int]) -> None:
+        """Raise if a member of a stack is not of the type that the first one has."""
+        first = self.type_of(node.of, {**env, node.over: 0})
+        if (kind := self.type_of(node.of, member)) != first:
+            raise RecipeError(
+                f"{_described(node.of, member)} is {kind}, number 0 of the stack is {first}: "
+                "all must be alike"
+            )
+
+    def _reshape(
+        self, out: torch.Tensor, node: Reshape, env: Mapping[str, int], region: Region
+    ) -> None:
+        kind = self.type_of(node.of, env)
+        if kind.dtype == "F4":
+            raise RecipeError("F4 values, two in a byte, cannot be reshaped")
+        new = self.type_of(node, env).shape
+        for run in runs(kind.shape, new, region):
+            shift = zip(run.region, region, strict=True)
+            target = out[tuple(slice(a - start, b - start) for (a, b), (start, _) in shift)]
+            flat = _flat(target, run.lengths)
+            between = torch.empty(run.lengths, dtype=out.dtype) if flat is None else flat
+            for box in run.boxes:
+                part = between[tuple(slice(a, b) for a, b in box.at)]
+                view = _flat(part, _size(box.region))
+                if view is None:
+                    made = self.make(node.of, env, box.region, out.dtype, kind.dtype)
+                    _copy(part, made.reshape(part.shape))
+                else:
+                    self.fill(view, node.of, env, box.region)
+            if flat is None:
+                _copy(target, between.reshape(target.shape))
+
+    def _opaque(
+        self, out: torch.Tensor, node: Opaque, env: Mapping[str, int], region: Region
+    ) -> None:
+        parts: dict[str, torch.Tensor] = {}
+        for number, of in enumerate(node.of):
+            dtype, shape = self.type_of(of, env)
+            parts[str(number)] = self.make(of, env, whole(shape), to_torch(dtype), dtype)
+        scheme, settings = self.schemes[node.scheme], settings_of(node)
+        _copy(out, scheme.evaluate(parts, region, out.dtype, settings))
 
     def _concat(
         self,
@@ -250,33 +355,28 @@ class _Maker:
                 self.fill(out[rows], part, env, _with(region, dim, (a, b)))
 
     def _stack(
-        self, out: torch.Tensor, of: Node, over: str, env: Mapping[str, int], region: Region
+        self, out: torch.Tensor, node: Stack, env: Mapping[str, int], region: Region
     ) -> None:
         (start, stop), *inner = region
-        first = self.type_of(of, {**env, over: 0})
         for index in range(start, stop):
-            member = {**env, over: index}
-            kind = self.type_of(of, member)
-            if kind != first:
-                raise RecipeError(
-                    f"{_described(of, member)} is {kind}, number 0 of the stack is {first}: "
-                    "all must be alike"
-                )
-            self.fill(out[index - start], of, member, tuple(inner))
+            member = {**env, node.over: index}
+            self._alike(node, member, env)
+            self.fill(out[index - start], node.of, member, tuple(inner))
 
     def _dequantize(
         self, out: torch.Tensor, node: Dequantize, env: Mapping[str, int], region: Region
     ) -> None:
         scheme = self.schemes[node.scheme]
+        settings = settings_of(node, lambda packed: self.peek(packed, env))
         kinds = {role: self.type_of(of, env) for role, of in node.parts}
         types = {role: TensorType(*kind) for role, kind in kinds.items()}
         for chunk in _chunks(region):
-            regions = scheme.regions(chunk, types)
+            regions = scheme.regions(chunk, types, settings)
             parts: dict[str, torch.Tensor] = {}
             for role, of in node.parts:
                 part, dtype = _checked(regions[role], kinds[role]), kinds[role].dtype
                 parts[role] = self.make(of, env, part, to_torch(dtype), dtype)
-            plain = scheme.evaluate(parts, chunk, out.dtype)
+            plain = scheme.evaluate(parts, chunk, out.dtype, settings)
             if region:
                 (start, _), (a, b) = region[0], chunk[0]
                 _copy(out.narrow(0, a - start, b - a), plain)
@@ -314,6 +414,14 @@ def _chunks(region: Region) -> Iterator[Region]:
         rows -= rows % 128
     for a in range(start, stop, rows):
         yield ((a, min(a + rows, stop)), *inner)
+
+
+def _flat(tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor | None:
+    """Return *tensor* in another shape without a copy; None if its strides do not allow that."""
+    try:
+        return tensor.view(shape)
+    except RuntimeError:
+        return None
 
 
 def _no_pairs(out: torch.Tensor, *dims: int) -> None:

@@ -256,7 +256,9 @@ def _type_faults(item: LoadItem, reader: Reader, schemes: Mapping[str, Scheme]) 
     try:
         for _ in stored_names(item.node, item.env):
             pass
-        made = node_type(item.node, item.env, types=reader.type_of, schemes=schemes)
+        made = node_type(
+            item.node, item.env, types=reader.type_of, schemes=schemes, read=reader.read
+        )
         to_torch(item.dtype)
     except KeyError as error:
         yield f"{item}: variable {error} of its recipe has no value"

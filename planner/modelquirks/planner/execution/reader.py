@@ -23,12 +23,9 @@ import torch
 
 from modelquirks.planner.checkpoint.manifest import StoredTensor
 from modelquirks.planner.dtypes import to_torch
-from modelquirks.quirks.recipe import TensorType
+from modelquirks.quirks.recipe import Region, TensorType
 
 __all__ = ["ReadError", "Reader", "Region"]
-
-Region = tuple[tuple[int, int], ...]
-"""One ``(start, stop)`` pair per dimension."""
 
 _counting = threading.Lock()
 if hasattr(os, "register_at_fork"):  # a child must not inherit a lock that nobody will release

@@ -17,7 +17,9 @@ from modelquirks.quirks.recipe import (
     Concat,
     Dequantize,
     Interleave,
+    Join,
     Node,
+    Opaque,
     Part,
     RecipeError,
     Select,
@@ -203,9 +205,11 @@ def _spread(recipe: Node, counts: Mapping[str, int]) -> Node:
     """Return *recipe* with each stack as its elements, one after another."""
 
     def change(node: Node) -> Node:
-        if not isinstance(node, Stack) or node.count is not None:
+        if not isinstance(node, Stack | Join) or node.count is not None:
             return node
         elements = (_at(node.of, node.over, value) for value in range(counts[node.over]))
+        if isinstance(node, Join):
+            return Concat(tuple(elements), node.dim)
         return Concat(tuple(Stack(element, node.over, 1) for element in elements), 0)
 
     return mapped(recipe, change)
@@ -236,20 +240,19 @@ def bound(
         match node:
             case Source():
                 return next(leaves)
-            case Stack(of, over, count):
-                return Stack(bind(of), over, counts[over] if count is None else count)
+            case Stack(of, over, count) | Join(of, over, _, count):
+                known = counts[over] if count is None else count
+                return replace(node, of=bind(of), count=known)
             case Select(of, text, dim):
                 return Select(bind(of), index[text[1:-1]], dim)
             case Split(of, dim, sizes, part):
                 bounds = [size_of(size, config) for size in sizes]
                 start = sum(bounds[:part])
                 return Slice(bind(of), dim, start, start + bounds[part])
-            case Concat(of, dim):
-                return Concat(tuple(map(bind, of)), dim)
-            case Interleave(of, dim):
-                return Interleave(tuple(map(bind, of)), dim)
-            case Dequantize(scheme, parts):
-                return Dequantize(scheme, tuple(Part(r, bind(n)) for r, n in parts))
+            case Concat(of) | Interleave(of) | Opaque(_, of):
+                return replace(node, of=tuple(map(bind, of)))
+            case Dequantize(_, parts):
+                return replace(node, parts=tuple(Part(r, bind(n)) for r, n in parts))
             case _:
                 return replace(node, of=bind(node.of))
 
@@ -281,7 +284,7 @@ def _scopes(node: Node, over: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...]
     if isinstance(node, Source):
         yield over, node.name
         return
-    if isinstance(node, Stack) and node.count is None:
+    if isinstance(node, Stack | Join) and node.count is None:
         over = (*over, node.over)
     for child in children(node):
         yield from _scopes(child, over)
@@ -315,8 +318,10 @@ def _told(node: Node) -> str:
     match node:
         case Source(name):
             return name
-        case Stack(of, over, _):
+        case Stack(of, over):
             return f"stack over {over} ({_told(of)})"
+        case Join(of, over, dim):
+            return f"join over {over} along {dim} ({_told(of)})"
         case Split(of, dim, _, part) | Chunk(of, dim, _, part):
             return f"part {part} along {dim} of ({_told(of)})"
         case Select(of, index, _):

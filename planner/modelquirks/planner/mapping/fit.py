@@ -15,6 +15,7 @@ from modelquirks.quirks.recipe import (
     Cast,
     Chunk,
     Dequantize,
+    Join,
     Node,
     RecipeError,
     Scheme,
@@ -186,7 +187,7 @@ def leaf_types(node: Node, env: Env, types: Types) -> dict[str, TensorType]:
     found: dict[str, TensorType] = {}
 
     def visit(n: Node, scope: Env) -> None:
-        if isinstance(n, Stack):
+        if isinstance(n, Stack | Join):
             if n.count:
                 visit(n.of, {**scope, n.over: 0})
                 _alike(n, scope, types)
@@ -200,7 +201,7 @@ def leaf_types(node: Node, env: Env, types: Types) -> dict[str, TensorType]:
     return found
 
 
-def _alike(stack: Stack, env: Env, types: Types) -> None:
+def _alike(stack: Stack | Join, env: Env, types: Types) -> None:
     """Raise if two tensors of a stack that should be alike are not, naming the odd one."""
     first = [types(name) for name in stored_names(stack.of, {**env, stack.over: 0})]
     for index in range(1, stack.count or 0):

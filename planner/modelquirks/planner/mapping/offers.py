@@ -9,10 +9,11 @@ from typing import Any, NamedTuple
 
 from modelquirks.planner.mapping.conversions import find_conversions, selects
 from modelquirks.planner.mapping.logical import Logical, from_renamed
-from modelquirks.planner.mapping.packs import Broken, Packed, find_packs
+from modelquirks.planner.mapping.packs import Broken, Packed, asker, find_packs
 from modelquirks.planner.mapping.recipes import Env, stored_names
 from modelquirks.planner.mapping.selections import find_selections
 from modelquirks.quirks.family import group
+from modelquirks.quirks.recipe import Scheme
 from modelquirks.quirks.resolve import Resolution
 
 __all__ = ["Offer", "Offers", "find_offers"]
@@ -107,7 +108,10 @@ class _Collector:
 
 
 def find_offers(
-    resolution: Resolution, config: Mapping[str, Any], wanted: Collection[str]
+    resolution: Resolution,
+    config: Mapping[str, Any],
+    wanted: Collection[str],
+    schemes: Mapping[str, Scheme],
 ) -> Offers:
     """Return what the checkpoint can provide under *resolution*.
 
@@ -117,7 +121,7 @@ def find_offers(
     offered as it lies only to a model that wants all the companions.
     """
     direct = tuple(from_renamed(piece) for piece in resolution.renamed)
-    packs, broken = find_packs(direct, resolution)
+    packs, broken = find_packs(direct, resolution, asker(schemes, config) if wanted else None)
     codes = _codes(packs, wanted)
     plain = [piece.without(codes) for piece in direct]
     pool = [piece for piece in plain if piece.members] + [p.weight for p in packs]

@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 from modelquirks.planner.mapping.logical import Logical, matching, renumbered, reordered
 from modelquirks.quirks.pattern import Pattern
-from modelquirks.quirks.recipe import Dequantize, Node, Part, Transpose, sources
+from modelquirks.quirks.recipe import (
+    Dequantize,
+    Node,
+    Part,
+    RecipeError,
+    Scheme,
+    Setting,
+    Transpose,
+    mapped,
+    sources,
+)
 from modelquirks.quirks.record import ModelQuirks, Pack
 from modelquirks.quirks.resolve import Resolution
 
-__all__ = ["Broken", "Packed", "find_packs"]
+__all__ = ["Ask", "Broken", "Packed", "asker", "find_packs"]
+
+Ask = Callable[[str, str], tuple[tuple[str, Setting], ...]]
+"""Scheme and name of a weight → its settings, sorted; RecipeError says what is lacking."""
 
 
 class Broken(NamedTuple):
@@ -43,10 +56,23 @@ class Packed:
         return any(part.name == self.weight.name for part in self.parts)
 
 
+def asker(schemes: Mapping[str, Scheme], config: Mapping[str, Any]) -> Ask:
+    """Return how to ask the schemes what *config* says of a weight."""
+
+    def ask(scheme: str, weight: str) -> tuple[tuple[str, Setting], ...]:
+        known = schemes.get(scheme)
+        return () if known is None else tuple(sorted(known.settings(config, weight).items()))
+
+    return ask
+
+
 def find_packs(
-    pieces: Sequence[Logical], resolution: Resolution
+    pieces: Sequence[Logical], resolution: Resolution, ask: Ask | None = None
 ) -> tuple[list[Packed], list[Broken]]:
-    """Return the packed weights among *pieces*, and those that lack a companion."""
+    """Return the packed weights among *pieces*, and those that lack a companion.
+
+    *ask* gives the settings of each; without it they have none, and nothing can be made of them.
+    """
     found: list[Packed] = []
     broken: list[Broken] = []
     for record in resolution.records():
@@ -55,7 +81,40 @@ def find_packs(
                 complete, lacking = _join(group, pack, record)
                 found += complete
                 broken += lacking
+    if ask is not None:
+        return _with_settings(found, broken, ask)
     return found, broken
+
+
+def _with_settings(
+    found: Iterable[Packed], broken: list[Broken], ask: Ask
+) -> tuple[list[Packed], list[Broken]]:
+    """Return the packed weights with their settings: a family apart where they differ."""
+    settled: list[Packed] = []
+    for packed in found:
+        weight = packed.weight
+        alike: dict[tuple[tuple[str, Setting], ...], list[tuple[int, ...]]] = {}
+        for name, member in weight.items():
+            try:
+                alike.setdefault(ask(packed.scheme, name), []).append(member)
+            except RecipeError as error:
+                leaves = (leaf for part in packed.parts for leaf in sources(part.node))
+                stored = tuple(leaf.name.format(*member) for leaf in leaves)
+                broken.append(Broken(name, str(error), weight.quirks[-1], parts=stored))
+        for settings, members in alike.items():
+            settled.append(_settled(packed, settings, tuple(members)))
+    return settled, broken
+
+
+def _settled(
+    packed: Packed, settings: tuple[tuple[str, Setting], ...], members: tuple[tuple[int, ...], ...]
+) -> Packed:
+    def change(node: Node) -> Node:
+        return replace(node, settings=settings) if isinstance(node, Dequantize) else node
+
+    weight = replace(packed.weight, node=mapped(packed.weight.node, change), members=members)
+    parts = tuple(replace(part, members=members) for part in packed.parts)
+    return replace(packed, weight=weight, parts=parts)
 
 
 class _Group(NamedTuple):

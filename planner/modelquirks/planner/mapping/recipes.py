@@ -10,7 +10,9 @@ from modelquirks.quirks.recipe import (
     Concat,
     Dequantize,
     Interleave,
+    Join,
     Node,
+    Opaque,
     Part,
     RecipeError,
     Select,
@@ -101,7 +103,7 @@ def stored_names(node: Node, env: Env) -> Iterator[str]:
 def _names(node: Node, scope: dict[str, int]) -> list[str]:
     if isinstance(node, Source):
         return [node.name.format_map(scope)]
-    if isinstance(node, Stack):
+    if isinstance(node, Stack | Join):
         values = range(node.count or 0)
         return [name for i in values for name in _names(node.of, {**scope, node.over: i})]
     return [name for child in children(node) for name in _names(child, scope)]
@@ -121,14 +123,14 @@ def _filled(node: Node, scope: Mapping[str, str], depth: int) -> Node:
             return Source(name.format_map(dict(scope)))
         case Select(of, index, dim):
             return Select(_filled(of, scope, depth), index.format_map(dict(scope)), dim)
-        case Stack(of, over, count):
+        case Stack(of, over) | Join(of, over):
             inner = {**scope, over: f"{{{depth}}}"}
-            return Stack(_filled(of, inner, depth + 1), str(depth), count)
-        case Concat(of) | Interleave(of):
+            return replace(node, of=_filled(of, inner, depth + 1), over=str(depth))
+        case Concat(of) | Interleave(of) | Opaque(_, of):
             return replace(node, of=tuple(_filled(part, scope, depth) for part in of))
-        case Dequantize(scheme, parts):
+        case Dequantize(_, parts):
             filled = (Part(role, _filled(of, scope, depth)) for role, of in parts)
-            return Dequantize(scheme, tuple(filled))
+            return replace(node, parts=tuple(filled))
         case _:
             return replace(node, of=_filled(node.of, scope, depth))
 

@@ -10,17 +10,19 @@ from modelquirks.quirks.record import Alias, Match, ModelQuirks
 Region = tuple[tuple[int, int], ...]
 
 
-class _Halves:
+class _Halves(Scheme):
     name = "acme_halves"
     roles: tuple[str, ...] = ("left", "right")
 
-    def infer(self, parts: Mapping[str, TensorType]) -> TensorType:
+    def infer(self, parts: Mapping[str, TensorType], settings: Any) -> TensorType:
         return parts["left"]
 
-    def regions(self, region: Region, parts: Mapping[str, TensorType]) -> Mapping[str, Region]:
+    def regions(
+        self, region: Region, parts: Mapping[str, TensorType], settings: Any
+    ) -> Mapping[str, Region]:
         return dict.fromkeys(parts, region)
 
-    def evaluate(self, parts: Mapping[str, Any], region: Region, dtype: Any) -> Any:
+    def evaluate(self, parts: Mapping[str, Any], region: Region, dtype: Any, settings: Any) -> Any:
         return parts["left"] + parts["right"]
 
 
