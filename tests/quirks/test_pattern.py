@@ -129,6 +129,21 @@ def test_holes_stand_for(
     assert (dict(binding.index), binding.wild, dict(binding.fixed)) == (index, wild, {})
 
 
+def test_a_literal_index_within_a_segment_chooses_members_too() -> None:
+    """A slash and a colon part indices as the dot does, so that rank 0 can be named."""
+    for text, name, fixed in (
+        ("norm.weight/0", "norm.weight/{0}", {0: 0}),
+        ("l.{l}.w/0:2", "l.{0}.w/{1}:{2}", {1: 0, 2: 2}),
+    ):
+        binding = Pattern(text).match(name)
+        assert binding is not None and binding.fixed == fixed
+    assert Pattern("norm.weight/0").match("norm.weight/0") is not None
+    for text in ("norm.weight/01", "norm.weight/1", "norm.weight0"):
+        assert Pattern("norm.weight/0").match(text) is None
+        assert Pattern(text).match("norm.weight/0") is None
+    assert Pattern("w0").match("w{0}") is None
+
+
 def test_a_literal_index_chooses_members_of_a_family() -> None:
     renamed = rename(Pattern("{l}.proj.1.w"), Pattern("{l}.gate.w"), "{0}.proj.{1}.w")
     assert renamed == ("{0}.gate.w", {1: 1})

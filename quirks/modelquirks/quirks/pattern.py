@@ -21,12 +21,18 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
+from typing import NamedTuple
 
 __all__ = ["Binding", "Pattern", "PatternError", "rename"]
 
 _INTEGER = r"(?:0|[1-9][0-9]{0,8})"  # what a family takes for an index, and nothing else
 _SLOT = r"\{[0-9]+\}"
 _HOLE = re.compile(r"\*\*|\*|\{([^{}]*)\}")
+_PIECE = re.compile(rf"{_HOLE.pattern}|(?<![^/:]){_INTEGER}(?![^/:])")
+"""A hole, or an index that is meant literally: a whole part between ``.``, ``/`` or ``:``."""
+_LITERAL = re.compile(r"\{[^{}]*\}|[*.0-9]+")
+"""What may stand for something else in a name that fits, or for nothing."""
+_TOUCHING = re.compile(r"[*}][*{]")
 _NAME = re.compile(r"[a-z_][a-z0-9_]*")
 
 
@@ -72,20 +78,22 @@ class Pattern:
     @property
     def placeholders(self) -> tuple[str, ...]:
         """Names of the ``{x}`` holes, in order."""
-        return tuple(h[1:-1] for h in self.holes if h[0] == "{")
+        return _parts(self.text).placeholders
 
     @property
     def wildcards(self) -> tuple[str, ...]:
         """The ``*`` and ``**`` holes, in order."""
-        return tuple(h for h in self.holes if h[0] == "*")
+        return _parts(self.text).wildcards
 
     @property
     def holes(self) -> tuple[str, ...]:
         """Every hole, in order."""
-        return tuple(m.group(0) for m in _HOLE.finditer(self.text))
+        return _parts(self.text).holes
 
     def match(self, template: str) -> Binding | None:
         """Return what the holes stand for if the whole of *template* fits, else None."""
+        if _longest(self.text) not in template:
+            return None
         regex, names, n_wild, literals = _compiled(self.text)
         found = regex.fullmatch(template)
         if found is None:
@@ -135,19 +143,44 @@ def rename(source: Pattern, target: Pattern, template: str) -> tuple[str, Mappin
     return (name, binding.fixed) if name else None  # `module.**` leaves nothing of `module`
 
 
+class _Parts(NamedTuple):
+    """What a pattern is made of."""
+
+    holes: tuple[str, ...]
+    placeholders: tuple[str, ...]
+    wildcards: tuple[str, ...]
+
+
+@cache
+def _parts(text: str) -> _Parts:
+    holes = tuple(m.group(0) for m in _HOLE.finditer(text))
+    return _Parts(
+        holes,
+        placeholders=tuple(hole[1:-1] for hole in holes if hole[0] == "{"),
+        wildcards=tuple(hole for hole in holes if hole[0] == "*"),
+    )
+
+
+@cache
+def _longest(text: str) -> str:
+    """Return a text that every name which fits must have: most do not, and cost no more."""
+    return max(_LITERAL.split(text), key=len)
+
+
 @cache
 def _faults(text: str) -> tuple[str, ...]:
     faults: list[str] = []
     if not text or text != text.strip():
         faults.append("empty, or with blanks around it")
-    if any(not segment for segment in text.split(".")):
+    segments = text.split(".")
+    if "" in segments:
         faults.append("an empty segment (two dots in a row, or one at an end)")
-    for segment in text.split("."):
+    for segment in segments if "*" in text or "}" in text else ():
         if "**" in segment and segment != "**":
             faults.append(f"'**' must be a whole segment, not part of {segment!r}")
-        elif segment != "**" and re.search(r"[*}][*{]", segment):
+        elif segment != "**" and _TOUCHING.search(segment):
             faults.append(f"two holes touch in {segment!r}, so nobody knows where one ends")
-    names = [m.group(1) for m in _HOLE.finditer(text) if m.group(0)[0] == "{"]
+    names = _parts(text).placeholders
     for name in names:
         if not _NAME.fullmatch(name):
             faults.append(f"placeholder {{{name}}} is not a lower-case identifier")
@@ -182,19 +215,18 @@ def _compiled(text: str) -> _Compiled:
             continue
         regex += glue
         glue = r"\."
-        if re.fullmatch(_INTEGER, segment):
-            regex += rf"(?P<d{len(literals)}>{segment}|{_SLOT})"
-            literals.append(segment)
-            continue
         end = 0
-        for hole_match in _HOLE.finditer(segment):
-            regex += re.escape(segment[end : hole_match.start()])
-            end = hole_match.end()
-            if hole_match.group(0) == "*":
+        for found in _PIECE.finditer(segment):
+            regex += re.escape(segment[end : found.start()])
+            end = found.end()
+            if found.group(0) == "*":
                 regex += rf"(?P<w{n_wild}>[^.]+)"
                 n_wild += 1
+            elif found.group(0)[0] == "{":
+                names.append(found.group(1))
+                regex += rf"(?P<i_{found.group(1)}>{_INTEGER}|{_SLOT})"
             else:
-                names.append(hole_match.group(1))
-                regex += rf"(?P<i_{hole_match.group(1)}>{_INTEGER}|{_SLOT})"
+                regex += rf"(?P<d{len(literals)}>{found.group(0)}|{_SLOT})"
+                literals.append(found.group(0))
         regex += re.escape(segment[end:])
     return re.compile(regex, re.DOTALL), tuple(names), n_wild, tuple(literals)

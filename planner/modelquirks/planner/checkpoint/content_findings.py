@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from modelquirks.planner.checkpoint.header import Header
+from modelquirks.planner.checkpoint.lazy_tensors import LazyTensors
 from modelquirks.planner.checkpoint.manifest import StoredTensor, shared_groups
 from modelquirks.planner.finding import Finding, shown
 
@@ -56,13 +57,10 @@ def about_size(
     """Yield a finding if the index declares other bytes than the headers of all tensors take."""
     if declared is None:
         return
-    ranges = [(tensor.shard, tensor.begin, tensor.end) for tensor in tensors.values()]
-    sizes = [end - begin for _, begin, end in ranges if begin is not None and end is not None]
-    if not sizes or len(sizes) < len(ranges):
+    taken = _taken(tensors)
+    if taken is None or declared in taken:
         return
-    once = sum(e - b for _, b, e in {*ranges} if b is not None and e is not None)
-    if declared in (sum(sizes), once):
-        return
+    once, _ = taken
     files = sum(header.shard.size_bytes or 0 for header in headers)
     close = abs(declared - once) * 100 <= once
     why = " That is the size of the files, headers included." if declared == files else ""
@@ -73,8 +71,27 @@ def about_size(
     yield Finding("total-size-mismatch", "info" if close or why else "warning", text)
 
 
+def _taken(tensors: Mapping[str, StoredTensor]) -> tuple[int, int] | None:
+    """Return the bytes of all tensors, those in one place once, and each; None: not all known."""
+    if isinstance(tensors, LazyTensors):
+        once = sum(tensors.n_bytes)
+        return (once, once) if tensors else None
+    ranges = [(tensor.shard, tensor.begin, tensor.end) for tensor in tensors.values()]
+    sizes = [end - begin for _, begin, end in ranges if begin is not None and end is not None]
+    if not sizes or len(sizes) < len(ranges):
+        return None
+    once = sum(e - b for _, b, e in {*ranges} if b is not None and e is not None)
+    return once, sum(sizes)
+
+
+def _shapes(tensors: Mapping[str, StoredTensor]) -> Iterable[tuple[int, ...] | None]:
+    if isinstance(tensors, LazyTensors):
+        return tensors.shapes
+    return {tensor.shape for tensor in tensors.values()}
+
+
 def _about_empty(tensors: Mapping[str, StoredTensor]) -> Iterator[Finding]:
-    if not any(shape and 0 in shape for shape in {tensor.shape for tensor in tensors.values()}):
+    if not any(shape and 0 in shape for shape in _shapes(tensors)):
         return
     empty = [name for name, tensor in tensors.items() if tensor.shape and 0 in tensor.shape]
     every = len(empty) == len(tensors)

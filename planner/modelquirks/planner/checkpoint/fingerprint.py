@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from modelquirks.planner.checkpoint.file_kind import look
+from modelquirks.planner.checkpoint.lazy_tensors import LazyTensors
 from modelquirks.planner.checkpoint.manifest import Shard, StoredTensor
 from modelquirks.planner.checkpoint.safetensors_header import header_digest
 from modelquirks.planner.finding import Finding
@@ -14,13 +15,17 @@ from modelquirks.planner.finding import Finding
 __all__ = ["changed", "layout_digest"]
 
 
-def layout_digest(tensors: Iterable[StoredTensor]) -> str:
+def layout_digest(tensors: Mapping[str, StoredTensor]) -> str:
     """Return a digest of where each tensor is read from.
 
     The files may all be as they were, and yet another index, or a further file in the folder, have
     tensors read from elsewhere.
     """
-    places = sorted(f"{t.name}\0{t.shard}\0{t.begin}" for t in tensors)
+    places: Iterable[str]
+    if isinstance(tensors, LazyTensors):  # all that is in some files: their headers tell
+        places = tensors.layout
+    else:
+        places = sorted(f"{t.name}\0{t.shard}\0{t.begin}" for t in tensors.values())
     return hashlib.sha256("\n".join(places).encode("utf-8", "surrogatepass")).hexdigest()
 
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-__all__ = ["Candidate", "Folder", "list_folder", "series_of"]
+__all__ = ["Candidate", "Folder", "list_folder", "rank_files", "rank_of", "series_of"]
 
 _SIDE_FILE = re.compile(
     r"(training_args|optimizer|scheduler|lr_scheduler|scaler|sampler|trainer_state|distrib_optim"
@@ -30,12 +30,13 @@ _SINGLES = (
 )
 _ADAPTERS = ("adapter_model.safetensors", "adapter_model.bin")
 _PART = re.compile(r"\d+")
+_RANK = re.compile(r"consolidated\.([0-9]{2,4})\.pth")
 
 
 class Candidate(NamedTuple):
     """Files that together may be the checkpoint."""
 
-    kind: Literal["index", "file", "files", "foreign"]
+    kind: Literal["index", "file", "files", "ranks", "foreign"]
     files: tuple[str, ...]
     why: str
     """The place in the order, for people."""
@@ -67,6 +68,22 @@ def series_of(name: str) -> str:
     ('model-#-of-#.bin', 'model-#-of-#.bin')
     """
     return _PART.sub("#", name)
+
+
+def rank_of(name: str) -> int:
+    """Return the number of a file that holds one rank of a model, as Meta names it; else -1."""
+    found = _RANK.fullmatch(name)
+    return int(found[1]) if found else -1
+
+
+def rank_files(names: Iterable[str]) -> tuple[str, ...]:
+    """Return the files of ranks among *names*, by number; none if there is only one.
+
+    >>> rank_files(["consolidated.01.pth", "tokenizer.model", "consolidated.00.pth"])
+    ('consolidated.00.pth', 'consolidated.01.pth')
+    """
+    found = sorted((name for name in names if rank_of(name) >= 0), key=rank_of)
+    return tuple(found) if len(found) > 1 else ()
 
 
 def list_folder(root: Path) -> Folder:
@@ -117,6 +134,9 @@ def _ranked(names: Sequence[str], weights: Sequence[str]) -> Iterator[Candidate]
         yield Candidate("file", (name,), "a single safetensors file comes before other formats")
     for name in sorted(torch_indexes, key=_index_order):
         yield Candidate("index", (name,), "an index comes before single files of its format")
+    if ranks := rank_files(torch):
+        yield Candidate("ranks", ranks, "the ranks of one model come before single files")
+        torch = [name for name in torch if name not in ranks]
     singles = [*_single_torch(torch)]
     yield from singles
     several = [name for name in safe if name not in known]

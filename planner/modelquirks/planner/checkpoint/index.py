@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from modelquirks.planner.checkpoint.compact_index import WeightMap, compact_index
 from modelquirks.planner.checkpoint.json_text import (
     JsonProblem,
     has_duplicates,
@@ -69,12 +70,12 @@ def format_of(name: str) -> Format:
 def read_index(path: Path) -> Index:
     """Return the index in the file *path*; never raises for what is in it."""
     name = path.name
-    document, raw = read_json(path)
+    document, raw = read_json(path, compact_index)
     if isinstance(document, JsonProblem):
         text = f"the index {name!r} {document.text}; a JSON object with 'weight_map' was expected."
         return Index({}, findings=(Finding(document.code, "error", text),))
     weight_map, metadata = _parts(document)
-    if not isinstance(weight_map, dict):
+    if not isinstance(weight_map, Mapping):
         found = "no" if weight_map is None else f"a {type(weight_map).__name__} as"
         text = f"{name!r} has {found} 'weight_map'; an object of names to files was expected."
         missing = Finding("weight-map-missing", "error", text)
@@ -113,12 +114,14 @@ def _is_weight_file(value: Any) -> bool:
 
 
 def _only_strings(
-    name: str, weight_map: dict[str, Any]
-) -> tuple[dict[str, str], Iterable[str], tuple[Finding, ...]]:
+    name: str, weight_map: Mapping[str, Any]
+) -> tuple[Mapping[str, str], Iterable[str], tuple[Finding, ...]]:
     """Return the entries whose value is a string, and the distinct values in order."""
     if not weight_map:
         text = f"the index {name!r} has an empty 'weight_map': it names no tensor."
         return {}, (), (Finding("weight-map-empty", "error", text),)
+    if isinstance(weight_map, WeightMap):
+        return weight_map, dict.fromkeys(file for file, _ in weight_map.runs), ()
     try:
         distinct = dict.fromkeys(weight_map.values())
         if all(isinstance(shard, str) for shard in distinct):
@@ -155,6 +158,8 @@ def _outside_findings(name: str, outside: Mapping[str, str]) -> Iterable[Finding
 def _duplicate_findings(name: str, raw: bytes, document: dict[str, Any]) -> Iterable[Finding]:
     """Report names that occur twice: a JSON parser keeps the last one and says nothing."""
     weight_map, metadata = _parts(document)
+    if isinstance(weight_map, WeightMap):
+        return
     keys = len(document) if weight_map is document else len(document) + len(weight_map)
     keys += len(metadata) if isinstance(metadata, dict) else 0
     if not has_duplicates(raw, n_keys=keys, strings=weight_map):

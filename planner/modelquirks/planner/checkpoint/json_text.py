@@ -7,16 +7,24 @@ sentence whose subject is the file.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from modelquirks.planner.checkpoint.file_kind import look, pointer_text
 
-__all__ = ["MAX_JSON_BYTES", "JsonProblem", "has_duplicates", "parse_json", "read_json"]
+__all__ = [
+    "MAX_JSON_BYTES",
+    "JsonProblem",
+    "has_controls",
+    "has_duplicates",
+    "parse_json",
+    "read_json",
+]
 
 MAX_JSON_BYTES = 1 << 29
 """Larger files are not read. The index of 208,550 tensors has 20 MB."""
+_CONTROLS = bytes(range(32))
 
 
 class JsonProblem(NamedTuple):
@@ -26,8 +34,13 @@ class JsonProblem(NamedTuple):
     text: str
 
 
-def read_json(path: Path) -> tuple[Any | JsonProblem, bytes]:
-    """Return the value in the file *path* or the problem with it, and the bytes read."""
+def read_json(
+    path: Path, quick: Callable[[bytes], Any] = lambda raw: None
+) -> tuple[Any | JsonProblem, bytes]:
+    """Return the value in the file *path* or the problem with it, and the bytes read.
+
+    *quick* is asked first for the value of a text, in bytes; None: it cannot tell.
+    """
     seen = look(path)
     problem: JsonProblem | None = None
     match seen.kind:
@@ -51,7 +64,8 @@ def read_json(path: Path) -> tuple[Any | JsonProblem, bytes]:
     except OSError as error:
         return JsonProblem("file-unreadable", f"cannot be read: {error.strerror}"), b""
     try:
-        return parse_json(raw.decode("utf-8-sig")), raw
+        value = quick(raw)
+        return (parse_json(raw.decode("utf-8-sig")) if value is None else value), raw
     except UnicodeDecodeError as error:
         return JsonProblem("not-json", f"is not UTF-8 text ({error.reason})"), raw
 
@@ -79,6 +93,11 @@ def parse_json(
     except ValueError as error:  # NaN, or an integer of more than 4,300 digits
         return JsonProblem("not-json", f"is not JSON that can be read: {str(error).split(';')[0]}")
     return value
+
+
+def has_controls(raw: bytes) -> bool:
+    """Tell whether there is a control character, which a JSON string must not have in it."""
+    return len(raw.translate(None, _CONTROLS)) != len(raw)
 
 
 def has_duplicates(raw: bytes, *, n_keys: int, strings: Iterable[str] = ()) -> bool:

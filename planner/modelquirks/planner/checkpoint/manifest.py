@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import compress
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from modelquirks.planner.checkpoint.lazy_tensors import LazyTensors
 from modelquirks.planner.finding import Finding
-from modelquirks.quirks.family import Family, group
+from modelquirks.quirks.family import Family, grouped, numbered, raw_templates
 
 __all__ = ["Format", "Manifest", "Shard", "StoredTensor", "shared_groups"]
 
@@ -87,7 +89,12 @@ class Manifest:
     @cached_property
     def families(self) -> Mapping[str, Family]:
         """The tensors by family, in stored order."""
-        return group(self.tensors)
+        return grouped([*self.tensors], self._templates)
+
+    @cached_property
+    def _templates(self) -> list[str]:
+        """The raw template of each tensor."""
+        return raw_templates([*self.tensors])
 
     @cached_property
     def shared(self) -> tuple[tuple[str, ...], ...]:
@@ -97,7 +104,40 @@ class Manifest:
     @cached_property
     def has_headers(self) -> bool:
         """Whether the shapes of all tensors are known."""
+        if isinstance(self.tensors, LazyTensors):
+            return True
         return all(t.begin is not None for t in self.tensors.values())
+
+    @cached_property
+    def sizes(self) -> Mapping[str, int | None]:
+        """Bytes of each tensor, None where only the name is known."""
+        if isinstance(self.tensors, LazyTensors):
+            return self.tensors.sizes
+        return {name: tensor.nbytes for name, tensor in self.tensors.items()}
+
+    @cached_property
+    def even_sizes(self) -> Mapping[str, int]:
+        """Bytes of each tensor of a family, by template, where that is one number."""
+        return {numbered(raw): sizes[0] for raw, sizes in self._kinds.items() if len(sizes) == 1}
+
+    @cached_property
+    def uneven_sizes(self) -> Mapping[str, Sequence[int]]:
+        """Bytes of each member of the other families, in order, by template."""
+        found: dict[str, list[int]] = {r: [] for r, sizes in self._kinds.items() if len(sizes) > 1}
+        if isinstance(self.tensors, LazyTensors) and found:
+            pairs = zip(self._templates, self.tensors.n_bytes, strict=True)
+            for raw, size in compress(pairs, map(found.__contains__, self._templates)):
+                found[raw].append(size)
+        return {numbered(raw): sizes for raw, sizes in found.items()}
+
+    @cached_property
+    def _kinds(self) -> Mapping[str, Sequence[int]]:
+        """The sizes that occur in each family, by raw template; none if they are not at hand."""
+        found: dict[str, list[int]] = {}
+        if isinstance(self.tensors, LazyTensors):
+            for raw, size in {*zip(self._templates, self.tensors.n_bytes, strict=True)}:
+                found.setdefault(raw, []).append(size)
+        return found
 
     @cached_property
     def total_bytes(self) -> int | None:
@@ -105,6 +145,8 @@ class Manifest:
 
         Tensors in the same place count once.
         """
+        if isinstance(self.tensors, LazyTensors):
+            return sum(self.tensors.n_bytes)
         if self.has_headers and self.tensors:
             places = {(t.shard, t.begin, t.end): t.nbytes or 0 for t in self.tensors.values()}
             return sum(places.values())

@@ -6,20 +6,27 @@ are findings in it, so that all of them can be shown at once and the rest can be
 
 from __future__ import annotations
 
-import gc
 import re
-from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from modelquirks.planner.checkpoint.file_kind import look
-from modelquirks.planner.checkpoint.folder import Candidate, Folder, list_folder, series_of
+from modelquirks.planner.checkpoint.folder import (
+    Candidate,
+    Folder,
+    list_folder,
+    rank_files,
+    series_of,
+)
 from modelquirks.planner.checkpoint.index import Index, format_of, read_index
 from modelquirks.planner.checkpoint.json_text import JsonProblem, read_json
 from modelquirks.planner.checkpoint.manifest import Manifest
+from modelquirks.planner.checkpoint.params_json import config_of_params
+from modelquirks.planner.checkpoint.ranks import read_ranks
 from modelquirks.planner.checkpoint.shards import Content, beside, read_files, read_indexed
 from modelquirks.planner.checkpoint.weight_file import is_whole
+from modelquirks.planner.collector import collector_paused
 from modelquirks.planner.finding import Finding, Severity, shown
 
 __all__ = ["CheckpointError", "open_manifest"]
@@ -49,7 +56,7 @@ def open_manifest(path: str | Path) -> Manifest:
     if not str(path):
         raise CheckpointError("'' names no checkpoint; give a folder, a weight file or an index")
     path = Path(path)
-    with _collector_paused():
+    with collector_paused():
         try:
             if path.is_dir():
                 return _open_folder(path)
@@ -57,18 +64,6 @@ def open_manifest(path: str | Path) -> Manifest:
         except OSError as error:
             reason = error.strerror or error
             raise CheckpointError(f"{str(path)!r} cannot be read: {reason}") from error
-
-
-@contextmanager
-def _collector_paused() -> Generator[None]:
-    """Keep the garbage collector from going through 200,000 new tuples again and again."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
 
 
 def _open_file(path: Path) -> Manifest:
@@ -100,7 +95,8 @@ def _open_folder(root: Path) -> Manifest:
         raise CheckpointError(_nothing_in(folder))
     chosen, index, findings = _choose(folder)
     if index is None:
-        content = read_files(root, chosen.files)
+        read = read_ranks if chosen.kind == "ranks" else read_files
+        content = read(root, chosen.files)
         findings += _about_count(chosen.files)
     else:
         content = read_indexed(folder, index)
@@ -169,13 +165,23 @@ def _read_config(root: Path) -> tuple[Mapping[str, Any], tuple[Finding, ...]]:
     """Return config.json, ``{}`` if it is absent or cannot be read (which is a finding)."""
     path = root / "config.json"
     if not path.is_file():
-        return {}, ()
+        return _read_params(root)
     config, _ = read_json(path)
     if isinstance(config, dict):
         return config, ()
     found = config.text if isinstance(config, JsonProblem) else f"is a JSON {type(config).__name__}"
     text = f"'config.json' {found}; it is not used, and rules that depend on it do not apply."
     return {}, (Finding("config-unreadable", "warning", text),)
+
+
+def _read_params(root: Path) -> tuple[Mapping[str, Any], tuple[Finding, ...]]:
+    """Return what params.json says, where it is there in place of config.json."""
+    path = root / "params.json"
+    config = config_of_params(read_json(path)[0]) if path.is_file() else {}
+    if not config:
+        return {}, ()
+    text = "there is no 'config.json'; 'params.json' was read in its place."
+    return config, (Finding("params-read", "info", text),)
 
 
 def _rivals(folder: Folder, chosen: Candidate, index: Index | None) -> Iterator[Finding]:
@@ -194,7 +200,7 @@ def _rivals(folder: Folder, chosen: Candidate, index: Index | None) -> Iterator[
     rivals = [one for one in folder.candidates if not used.issuperset(one.files)]
     indexes = [one.files[0] for one in rivals if one.kind == "index"]
     of_index = {format_of(name.removesuffix(".index.json")) for name in indexes}
-    files = [name for one in rivals if one.kind in ("file", "files") for name in one.files]
+    files = [name for one in rivals if one.kind in ("file", "files", "ranks") for name in one.files]
     others = [
         name
         for name in dict.fromkeys(files)
@@ -228,7 +234,8 @@ def _part_of_several(path: Path) -> Iterator[Finding]:
     """Say so if a file that was named is one of a series."""
     folder = list_folder(path.parent)
     same = [name for name in folder.weights if series_of(name) == series_of(path.name)]
-    if "-of-" in path.name and (len(same) > 1 or "-of-00001." not in path.name):
+    is_part = "-of-" in path.name and (len(same) > 1 or "-of-00001." not in path.name)
+    if is_part or path.name in rank_files(folder.weights):
         text = (
             f"{path.name!r} is one part of several by its name; only this part is read. Give the "
             "folder or the index to read all."

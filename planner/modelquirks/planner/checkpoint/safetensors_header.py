@@ -12,10 +12,11 @@ import hashlib
 import re
 import struct
 from itertools import repeat
+from operator import add, itemgetter
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from modelquirks.planner.checkpoint.compact_header import compact_columns
+from modelquirks.planner.checkpoint.compact_header import Columns, compact_columns
 from modelquirks.planner.checkpoint.file_kind import Look, look, not_weights
 from modelquirks.planner.checkpoint.header import Header, stored_tensors, unread
 from modelquirks.planner.checkpoint.header_rules import (
@@ -26,6 +27,7 @@ from modelquirks.planner.checkpoint.header_rules import (
     short,
 )
 from modelquirks.planner.checkpoint.json_text import JsonProblem, parse_json
+from modelquirks.planner.checkpoint.lazy_tensors import LazyTensors
 from modelquirks.planner.checkpoint.manifest import Shard, StoredTensor
 from modelquirks.planner.finding import Finding
 
@@ -103,24 +105,31 @@ def _header_bytes(file: BinaryIO, size: int, shard: str) -> bytes | Finding:
 def _parse(raw: bytes, seen: Look, shard: str) -> Header:
     stored = Shard(shard, seen.size_bytes, seen.mtime_ns, hashlib.sha256(raw).hexdigest())
     data_start = 8 + len(raw)
-    data_bytes = seen.size_bytes - data_start
     try:
         text = raw.decode("utf-8")
     except UnicodeDecodeError as error:
         return unread(shard, seen, _not_json(shard, f"is not UTF-8 text ({error.reason})"))
-    columns = compact_columns(text, data_start=data_start, data_bytes=data_bytes)
+    columns = compact_columns(raw, text, data_bytes=seen.size_bytes - data_start)
     if columns is None:
         return _parse_by_entry(text, stored, seen)
-    tensors = stored_tensors(
-        columns.names,
-        repeat(shard),
-        columns.dtypes,
-        columns.shapes,
-        columns.begins,
-        columns.ends,
-    )
-    entries = dict(zip(columns.names, tensors, strict=True))
+    entries = _lazy(columns, stored, data_start)
     return Header(stored, "safetensors", entries, columns.metadata)
+
+
+def _lazy(columns: Columns, shard: Shard, data_start: int) -> LazyTensors:
+    """Return the tensors of a compact header, which are made when first asked for."""
+
+    def made() -> dict[str, StoredTensor]:
+        names, types = columns.sizes, columns.types
+        begins = [data_start + begin for begin in columns.begins]
+        ends = map(add, begins, columns.sizes.values())
+        dtypes, shapes = map(itemgetter(1), types), map(itemgetter(2), types)
+        tensors = stored_tensors(names, repeat(shard.name), dtypes, shapes, begins, ends)
+        return dict(zip(names, tensors, strict=True))
+
+    shapes = frozenset(map(itemgetter(2), columns.types))
+    layout = (f"{shard.name}\0{shard.digest}",)
+    return LazyTensors(columns.sizes, columns.sizes, shapes, layout, made)
 
 
 def _parse_by_entry(text: str, stored: Shard, seen: Look) -> Header:

@@ -10,11 +10,13 @@ from dataclasses import dataclass, field, replace
 from itertools import repeat
 from pathlib import Path
 
+from modelquirks.planner.checkpoint.compact_index import runs_of
 from modelquirks.planner.checkpoint.content_findings import about_content, about_size, merged
 from modelquirks.planner.checkpoint.file_kind import look
 from modelquirks.planner.checkpoint.folder import Folder, series_of
 from modelquirks.planner.checkpoint.header import Header, stored_tensors, unread
 from modelquirks.planner.checkpoint.index import Index, format_of
+from modelquirks.planner.checkpoint.lazy_tensors import LazyTensors, joined
 from modelquirks.planner.checkpoint.manifest import Format, Shard, StoredTensor
 from modelquirks.planner.checkpoint.names_only import NamesOnly
 from modelquirks.planner.checkpoint.weight_file import read_weights
@@ -43,14 +45,7 @@ def read_files(root: Path, names: Sequence[str], *, follow_links: bool = False) 
     """
     expected = format_of(names[0]) if len(names) > 1 else None
     headers = [_header(root, name, expected, follow_links=follow_links) for name in names]
-    tensors: dict[str, StoredTensor] = {}
-    twice: dict[str, set[str]] = {}
-    for header in headers:
-        if header.entries.keys().isdisjoint(tensors):
-            tensors.update(header.entries)
-        for name, tensor in header.entries.items():
-            if tensors.setdefault(name, tensor) is not tensor:
-                twice.setdefault(name, {tensors[name].shard}).add(header.shard.name)
+    tensors, twice = _together(headers)
     findings = [*merged(headers), *about_content(tensors, headers)]
     if len(names) > 1:
         findings += _about_several(names, twice, format=expected)
@@ -73,6 +68,24 @@ def read_indexed(folder: Folder, index: Index) -> Content:
     shards = tuple(found.get(shard, Shard(shard, None, None, None)) for shard in index.shards)
     content = _content(headers, tensors, findings, format=index.format)
     return replace(content, shards=shards, declared_bytes=index.declared_bytes)
+
+
+def _together(
+    headers: Sequence[Header],
+) -> tuple[Mapping[str, StoredTensor], Mapping[str, set[str]]]:
+    """Return the tensors of all files, and the files of those that are in several."""
+    parts = [header.entries for header in headers if isinstance(header.entries, LazyTensors)]
+    if len(parts) == len(headers):
+        sizes = {name: size for part in parts for name, size in part.sizes.items()}
+        if len(sizes) == sum(map(len, parts)):
+            return joined(parts, sizes, [*sizes.values()]) if len(parts) > 1 else parts[0], {}
+    tensors: dict[str, StoredTensor] = {}
+    twice: dict[str, set[str]] = {}
+    for header in headers:
+        for name, tensor in header.entries.items():
+            if tensors.setdefault(name, tensor) is not tensor:
+                twice.setdefault(name, {tensors[name].shard}).add(header.shard.name)
+    return tensors, twice
 
 
 def beside(folder: Folder, index: Index) -> list[str]:
@@ -164,11 +177,13 @@ def _about_missing(
 
 def _placed(
     headers: Sequence[Header], index: Index
-) -> tuple[dict[str, StoredTensor], tuple[Finding, ...]]:
+) -> tuple[Mapping[str, StoredTensor], tuple[Finding, ...]]:
     """Return the tensors in the order of the index, each from the file that it names for them.
 
     A tensor whose file cannot be read has no shape; one that its file does not hold is none.
     """
+    if (whole := _whole(headers, index)) is not None:
+        return whole, ()
     wanted: dict[str, list[str]] = {shard: [] for shard in index.shards}
     for name, shard in index.weight_map.items():
         wanted[shard].append(name)
@@ -187,6 +202,22 @@ def _placed(
         located.update(zip(names, stored_tensors(names, repeat(shard)), strict=True))
     tensors = {name: located[name] for name in index.weight_map if name in located}
     return tensors, tuple(_about_names(absent, stray, index))
+
+
+def _whole(headers: Sequence[Header], index: Index) -> LazyTensors | None:
+    """Return the tensors if every file is here and holds what the index says, and no more."""
+    found = {h.shard.name: h.entries for h in headers if isinstance(h.entries, LazyTensors)}
+    if found.keys() != {*index.shards}:
+        return None
+    if sum(map(len, found.values())) != len(index.weight_map):
+        return None
+    n_bytes: list[int] = []
+    try:
+        for shard, names in runs_of(index.weight_map):
+            n_bytes += map(found[shard].sizes.__getitem__, names)
+    except KeyError:
+        return None
+    return joined([*found.values()], index.weight_map, n_bytes)
 
 
 def _about_names(

@@ -25,9 +25,11 @@ class Module:
 
     def walk(self) -> Iterator[Module]:
         """Yield this module and all below it, in module order."""
-        yield self
-        for part in self.parts:
-            yield from part.walk()
+        left: list[Module] = [self]
+        while left:
+            module = left.pop()
+            yield module
+            left.extend(reversed(module.parts))
 
     def below(self) -> tuple[str, ...]:
         """Return every tensor of this module and below, in module order."""

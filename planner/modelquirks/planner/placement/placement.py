@@ -11,6 +11,7 @@ from modelquirks.planner.placement.devicemap import GivenMap, checked, compact, 
 from modelquirks.planner.placement.items import cuts
 from modelquirks.planner.placement.memory import Device, canonical_order, show_bytes
 from modelquirks.planner.placement.moduletree import ModuleTree, is_offloaded, used_bytes
+from modelquirks.planner.placement.outline import Outline, Spread, outlined
 from modelquirks.planner.placement.reasons import (
     does_not_fit,
     given_reasons,
@@ -65,7 +66,7 @@ class Placement:
 
 
 def place(
-    tree: ModuleTree,
+    tree: ModuleTree | Outline,
     *,
     device_map: str | Mapping[str, object],
     max_memory: Memory,
@@ -82,10 +83,12 @@ def place(
     not.
     """
     if not isinstance(device_map, str):
-        return _given(tree, device_map, max_memory, offload_buffers=offload_buffers)
+        whole = tree if isinstance(tree, ModuleTree) else tree.whole
+        return _given(whole, device_map, max_memory, offload_buffers=offload_buffers)
     for policy in POLICIES:
         if policy == device_map:
-            return _chosen(tree, policy, max_memory, offload_buffers=offload_buffers)
+            outline = outlined(tree) if isinstance(tree, ModuleTree) else tree
+            return _chosen(outline, policy, max_memory, offload_buffers=offload_buffers)
     raise ValueError(
         f"device_map {device_map!r} is not known: give one of {', '.join(POLICIES)}, or a map; "
         f"{{'': {device_map!r}}} puts the whole model on the device of that name"
@@ -93,8 +96,9 @@ def place(
 
 
 def _chosen(
-    tree: ModuleTree, policy: Policy, memory: Memory, *, offload_buffers: bool
+    outline: Outline, policy: Policy, memory: Memory, *, offload_buffers: bool
 ) -> Placement:
+    tree = outline.coarse
     ways = cuts(tree, offload_buffers=offload_buffers)
     if not tree.tensors:
         main = main_of(canonical_order(memory))
@@ -110,7 +114,7 @@ def _chosen(
     emitted = compact(tree, devices)
     return Placement(
         device_map=emitted,
-        devices=devices,
+        devices=Spread(emitted, lambda: outline.whole),
         memory=_memory(tree, devices, main, memory, offload_buffers=offload_buffers),
         main_device=main,
         solver=policy,

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from operator import itemgetter
+from typing import Any
 
 from modelquirks.planner.checkpoint.manifest import Manifest
 from modelquirks.planner.dtypes import nbytes
-from modelquirks.planner.mapping.logical import Logical
+from modelquirks.planner.mapping.logical import Logical, Members, renumbered
 from modelquirks.planner.mapping.recipes import FamilyRecipe
 from modelquirks.planner.model.skeleton import Skeleton
 from modelquirks.planner.names import parent
 from modelquirks.planner.placement.moduletree import ModuleTree
+from modelquirks.planner.placement.outline import Outline, content_of
+from modelquirks.quirks.recipe import sources
 
 __all__ = ["tree_of_checkpoint", "tree_of_model"]
 
@@ -22,14 +27,13 @@ def tree_of_model(
     no_split: Collection[str],
 ) -> ModuleTree:
     """Return the modules of the model with the bytes that each tensor will take."""
-    planned = {
-        name: nbytes(recipe.type.dtype, recipe.type.shape)
-        for recipe in recipes
-        if recipe.type.dtype is not None and recipe.type.shape is not None
-        for name, _ in recipe.items()
-    }
+    planned: dict[str, int] = {}
+    for recipe in recipes:
+        if recipe.type.dtype is not None and recipe.type.shape is not None:
+            size = nbytes(recipe.type.dtype, recipe.type.shape)
+            planned |= dict.fromkeys(recipe.names(), size)
     sizes = {
-        name: planned.get(name, tensor.nbytes)
+        name: tensor.nbytes if (told := planned.get(name)) is None else told
         for name, tensor in skeleton.tensors.items()
         if name not in aliases
     }
@@ -44,7 +48,7 @@ def tree_of_model(
     )
 
 
-def tree_of_checkpoint(manifest: Manifest, pieces: Sequence[Logical]) -> ModuleTree | None:
+def tree_of_checkpoint(manifest: Manifest, pieces: Sequence[Logical]) -> Outline | None:
     """Return the modules that the names of the checkpoint suggest; None if no size is known.
 
     Without a model nobody knows which modules must stay whole: everything below the first index
@@ -52,17 +56,92 @@ def tree_of_checkpoint(manifest: Manifest, pieces: Sequence[Logical]) -> ModuleT
     """
     if not manifest.has_headers:
         return None
-    sizes: dict[str, int] = {}
-    modules: dict[str, None] = {"": None}
-    blocks: dict[str, None] = {}
+    tree, counts = _Growing(), _Counts()
+    for piece in pieces:
+        block = _block(parent(piece.name), _is_slot_or_index)
+        if block is None:
+            for name, size in zip(piece.names, _sizes(manifest, piece), strict=True):
+                tree.enter(name, size)
+        else:
+            for name, size in _sums(block, piece, manifest, counts):
+                tree.blocks[name] = None
+                tree.enter(content_of(name), size)
+    return Outline(tree.grown(), lambda: _whole(manifest, pieces))
+
+
+def _whole(manifest: Manifest, pieces: Sequence[Logical]) -> ModuleTree:
+    """Return the tree with every tensor of the checkpoint."""
+    tree = _Growing()
     for stored, name in (pair for piece in pieces for pair in piece.stored_as()):
-        sizes[name] = sizes.get(name, 0) + (manifest.tensors[stored].nbytes or 0)
+        tree.enter(name, manifest.sizes[stored] or 0)
+    for module in tree.modules:
+        if (block := _block(module)) is not None:
+            tree.blocks[block] = None
+    return tree.grown()
+
+
+class _Growing:
+    """A tree of modules as names tell of them, one after the other."""
+
+    def __init__(self) -> None:
+        self.sizes: dict[str, int] = {}
+        self.modules: dict[str, None] = {"": None}
+        self.blocks: dict[str, None] = {}
+
+    def enter(self, name: str, size: int) -> None:
+        """Add a tensor; one that is there grows by *size*."""
+        self.sizes[name] = self.sizes.get(name, 0) + size
         module = parent(name)
-        if module not in modules:
-            modules.update(dict.fromkeys(reversed(list(_above(module, modules)))))
-            if (block := _block(module)) is not None:
-                blocks[block] = None
-    return ModuleTree(sizes=sizes, modules=tuple(modules), units=frozenset(blocks))
+        if module not in self.modules:
+            self.modules.update(dict.fromkeys(reversed(list(_above(module, self.modules)))))
+
+    def grown(self) -> ModuleTree:
+        """Return the tree."""
+        return ModuleTree(
+            sizes=self.sizes, modules=tuple(self.modules), units=frozenset(self.blocks)
+        )
+
+
+def _sizes(manifest: Manifest, piece: Logical) -> Sequence[int]:
+    """Return the bytes of each member."""
+    template = next(sources(piece.node)).name
+    if (even := manifest.even_sizes.get(template)) is not None:
+        return [even] * len(piece.members)
+    each = manifest.uneven_sizes.get(template, ())
+    if len(each) == len(piece.members):  # all of the family, and so in its order
+        return each
+    return [manifest.sizes[stored] or 0 for stored in piece.stored_names]
+
+
+class _Counts(dict[tuple[int, tuple[int, ...]], Mapping[Any, int]]):
+    """How many members have each value in some slots; companions have the very same members."""
+
+    def of(self, members: Members, numbers: Sequence[int]) -> Mapping[Any, int]:
+        """Return the numbers; a value is an index, or a tuple of them if there are two slots."""
+        key = (id(members), tuple(numbers))
+        if key not in self:
+            self[key] = Counter(map(itemgetter(*numbers), members))
+        return self[key]
+
+
+def _sums(
+    block: str, piece: Logical, manifest: Manifest, counts: _Counts
+) -> Iterator[tuple[str, int]]:
+    """Yield each block, of that template, with the bytes of the members in it."""
+    name, numbers = renumbered(block)
+    if not numbers:
+        yield block.format(), sum(_sizes(manifest, piece))
+        return
+    even = manifest.even_sizes.get(next(sources(piece.node)).name)
+    if even is not None:
+        totals = {key: even * n for key, n in counts.of(piece.members, numbers).items()}
+    else:
+        totals = {}
+        keys = map(itemgetter(*numbers), piece.members)
+        for key, size in zip(keys, _sizes(manifest, piece), strict=True):
+            totals[key] = totals.get(key, 0) + size
+    for key, total in totals.items():
+        yield name.format(*(key if len(numbers) > 1 else [key])), total
 
 
 def _above(module: str, known: Collection[str]) -> Iterator[str]:
@@ -72,14 +151,21 @@ def _above(module: str, known: Collection[str]) -> Iterator[str]:
         module = parent(module)
 
 
-def _block(module: str) -> str | None:
+def _block(module: str, is_index: Callable[[str], bool] = str.isdigit) -> str | None:
     """Return the module down to the first index.
 
     >>> _block("model.layers.3.mlp.w1"), _block("norm")
     ('model.layers.3', None)
+    >>> _block("layers.{0}.experts.{1}", _is_slot_or_index)
+    'layers.{0}'
     """
     parts = module.split(".")
     for position, part in enumerate(parts):
-        if part.isdigit():
+        if is_index(part):
             return ".".join(parts[: position + 1])
     return None
+
+
+def _is_slot_or_index(segment: str) -> bool:
+    """Tell whether a segment of a template is a number in every member."""
+    return segment.isdigit() or (segment[:1] + segment[-1:] == "{}" and segment[1:-1].isdigit())
