@@ -35,7 +35,7 @@ def demo(folder: Path) -> int:
     """Show the job; return 0 if everything was as it must be."""
     checkpoint = tiny_gpt_oss.make(folder / "gpt-oss-tiny")
     memory = ",".join(f"{name}={size}" if size else name for name, size in MEMORY.items())
-    arguments = ["--model", "transformers", "--max-memory", memory]
+    arguments = ["--model", "transformers", "--dequantize", "--max-memory", memory]
 
     said(f"modelquirks plan gpt-oss-tiny --dry-run {' '.join(arguments)}")
     if modelquirks(["plan", str(checkpoint), "--dry-run", *arguments]) != 0:
@@ -47,7 +47,7 @@ def demo(folder: Path) -> int:
     if model is None:
         print("no plugin builds this model")
         return 1
-    plan = dispatcher.plan(checkpoint, model=model, max_memory=MEMORY)
+    plan = dispatcher.plan(checkpoint, model=model, max_memory=MEMORY, dequantize=True)
     files = {path: path.stat().st_mtime_ns for path in checkpoint.iterdir()}
     report = plan.load_into(model)
     show_loaded(Terminal(sys.stdout), report)

@@ -417,7 +417,12 @@ def test_split_sizes_come_from_the_config_or_the_lack_is_named(tmp_path: Path) -
     assert torch.equal(model["kv"], stored["qkv"][6:])
     bad = saved(tmp_path / "bad", stored, {"heads": 2})
     plan = dispatcher.plan(bad, model=model, device_map={"": "cpu"})
+    assert not plan.ok
     assert set(plan.audit.missing) == {"q", "kv"} and "'dim'" in reason_of(plan, "q")
+    plan = dispatcher.plan(bad, max_memory={"cpu": "1GB"})  # nobody wants 'q' and 'kv' here
+    told = [f for f in plan.findings if f.code == "rule-unusable"]
+    assert plan.ok and [f.severity for f in told] == ["warning"] * 2
+    assert all("'dim'" in f.message for f in told)
 
 
 def test_same_name_in_another_form_is_reformed_also_when_square(tmp_path: Path) -> None:

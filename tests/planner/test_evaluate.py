@@ -33,6 +33,7 @@ from modelquirks.quirks.recipe import (
     Stack,
     TensorType,
     Transpose,
+    View,
 )
 
 Region = tuple[tuple[int, int], ...]
@@ -157,7 +158,7 @@ def plain(node: Node, env: Mapping[str, int], stored: Stored) -> torch.Tensor:
         case Opaque(_, of):
             one, other = (plain(part, env, stored) for part in of)
             return (one + other) * 3
-        case Split():
+        case Split() | View():
             raise AssertionError
 
 

@@ -8,11 +8,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from modelquirks.planner import Dispatcher
 from modelquirks.planner.checkpoint.manifest import Manifest, StoredTensor
+from modelquirks.planner.mapping.conversions import bound
 from modelquirks.planner.mapping.derive import Derived, Waivers, derive
 from modelquirks.planner.mapping.fit import DtypeRule
 from modelquirks.planner.mapping.offers import Offers, find_offers
@@ -26,7 +28,9 @@ from modelquirks.quirks.recipe import (
     Chunk,
     Concat,
     Node,
+    RecipeError,
     Region,
+    Reshape,
     Scheme,
     Select,
     Source,
@@ -34,6 +38,7 @@ from modelquirks.quirks.recipe import (
     Stack,
     TensorType,
     Transpose,
+    View,
 )
 from modelquirks.quirks.record import Alias, Convert, Expected, Match, ModelQuirks, Pack
 from modelquirks.quirks.registry import Origin, Registered, Registry
@@ -112,6 +117,9 @@ def found(
     return manifest, skeleton, resolution, find_offers(resolution, {}, skeleton.wanted, {})
 
 
+NOTHING_ALLOWED = Waivers()
+
+
 def derived(
     stored: Mapping[str, TensorType | Shape],
     wanted: Mapping[str, Shape],
@@ -119,6 +127,7 @@ def derived(
     *,
     aliases: Sequence[Alias] = (),
     ties: Sequence[TieGroup] = (),
+    waivers: Waivers = NOTHING_ALLOWED,
 ) -> Derived:
     manifest, skeleton, resolution, offers = found(stored, wanted, quirks or record(), aliases)
     return derive(
@@ -129,7 +138,7 @@ def derived(
         ties=ties,
         schemes={"halves": Halves()},
         dtype=DtypeRule.of(None, skeleton, ()),
-        waivers=Waivers(),
+        waivers=waivers,
     )
 
 
@@ -307,6 +316,22 @@ def test_form_that_cannot_be_made_is_missing_not_taken_as_it_lies() -> None:
     assert result.audit.missing == ("qkv",) and "'heads'" in reason_of(result, "qkv")
 
 
+def test_sizes_are_worked_out_from_config_json() -> None:
+    def made(config: Mapping[str, Any]) -> Node:
+        rule = View(Source("v"), (-1, "text_config.dim/heads", "3*heads"))
+        return bound(rule, iter([Source("v")]), counts={}, index={}, config=config)
+
+    text_config = {"dim": 24}
+    assert made({"heads": 6, "text_config": text_config}) == Reshape(Source("v"), (-1, 4, 18))
+    for config, reason in (
+        ({"heads": 5, "text_config": text_config}, "24 is no multiple of 'heads'"),
+        ({"heads": 0, "text_config": text_config}, "24 is no multiple of 'heads'"),
+        ({"heads": 6}, "no integer 'text_config.dim', which the size 'text_config.dim/heads'"),
+    ):
+        with pytest.raises(RecipeError, match=reason):
+            made(config)
+
+
 def test_stored_tensor_that_serves_several_is_used_once_and_counted_once() -> None:
     quirks = record(
         *(
@@ -316,9 +341,20 @@ def test_stored_tensor_that_serves_several_is_used_once_and_counted_once() -> No
         packs=(HALVES,),
     )
     stored = {"both.codes": (4,), "both.scale": (1,)}
-    result = derived(stored, {"a": (2,), "b": (2,)}, quirks)
-    (note,) = (f for f in result.audit.findings if f.code == "dequantized")
+    wanted = {"a": (2,), "b": (2,)}
+    result = derived(stored, wanted, quirks, waivers=Waivers(dequantize=True))
+    (note,) = result.audit.findings
+    assert (note.code, note.severity) == ("dequantized", "info")
     assert note.message.startswith("2 packed weights") and "2 bytes stored" in note.message
+
+
+def test_packed_weights_become_plain_ones_only_if_that_is_asked_for() -> None:
+    quirks = record(packs=(HALVES,))
+    stored = {"a.codes": (4,), "a.scale": (1,)}
+    (error,) = derived(stored, {"a.weight": (4,)}, quirks).audit.findings
+    assert (error.code, error.severity) == ("packed-into-plain", "error")
+    assert "2 bytes stored, 16 bytes once loaded" in error.message
+    assert "dequantize=True" in error.message
 
 
 def tied(*names: str, only_fills: bool = False) -> TieGroup:

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from modelquirks.quirks.nodetypes import infer
 from modelquirks.quirks.recipe import (
     Cast,
     Chunk,
@@ -32,13 +33,12 @@ from modelquirks.quirks.recipe import (
     Stack,
     TensorType,
     Transpose,
+    View,
     children,
-    from_json,
-    infer,
     mapped,
     sources,
-    to_json,
 )
+from modelquirks.quirks.recipe_json import from_json, to_json
 
 relaxed = settings(deadline=None)
 
@@ -143,6 +143,7 @@ def _above(below: st.SearchStrategy[Node]) -> st.SearchStrategy[Node]:
         st.builds(Transpose, below, _numbers, _numbers),
         st.builds(Permute, below, numbers),
         st.builds(Reshape, below, numbers),
+        st.builds(View, below, sizes),
         st.builds(Join, below, _texts, _numbers, st.one_of(st.none(), _numbers)),
         st.builds(Dequantize, _texts, parts, _settings),
         st.builds(Opaque, _texts, several, st.just("F32"), numbers, _settings),
@@ -220,6 +221,7 @@ def test_mapping_reaches_every_node_once_and_changes_no_more_than_told(node: Nod
         (Slice(Source("a"), 0, 2, 1), "rows 2 to 1 are outside"),
         (Transpose(Source("a"), 0, 2), "shape [2, 3] has no dimension 2"),
         (Split(Source("a"), 0, (1, "n"), 0), "config.json does not give them"),
+        (View(Source("a"), (-1, "n")), "sizes of the view are not known"),
         (
             Dequantize("other", (Part("blocks", Source("a")),)),
             "stored packed as 'other' (blocks), and no plugin knows",

@@ -19,6 +19,7 @@ from modelquirks.quirks.recipe import (
     Split,
     Stack,
     Transpose,
+    View,
 )
 from modelquirks.quirks.record import (
     ROLES,
@@ -64,6 +65,7 @@ def test_a_record_of_everything_is_accepted_and_frozen() -> None:
                 Transpose(Stack(Concat((Source("l.{l}.{e}.w1"), Source("l.{l}.{e}.w3"))), "e")),
             ),
             Convert("l.{l}.q", Split(Source("l.{l}.qkv"), 0, (8, "heads*head_dim"), 1)),
+            Convert("l.{l}.k", View(Source("l.{l}.key"), (-1, 2, "text_config.dim/heads"))),
             Convert("l.{l}.d", Dequantize("x", (Part("blocks", Source("l.{l}.b")),))),
         ),
         ties=(Tie(("embed.weight", "head.weight")), Tie(("a.{i}.w", "b.{i}.w"), None)),
@@ -147,7 +149,9 @@ def test_the_parts_of_a_pack_must_agree(pack: Pack, fault: str) -> None:
         ("w", Cast(Source("w."), "BF16"), "pattern 'w.'"),
         ("w", Concat(()), "the recipe for 'w' reads nothing"),
         ("w", Split(Source("v"), 0, (1, 2), 2), "split for 'w' has no part 2"),
-        ("w", Split(Source("v"), 0, ("n+1",), 0), "size 'n+1' for 'w' is not a product"),
+        ("w", Split(Source("v"), 0, ("n+1",), 0), "size 'n+1' for 'w' is no product"),
+        ("w", View(Source("v"), ("n.", 2)), "size 'n.' for 'w' is no product"),
+        ("w", View(Source("v"), ("2*n/0", 2)), "size '2*n/0' for 'w' is no product"),
     ],
 )
 def test_the_variables_of_a_conversion_must_be_bound(target: str, recipe: Node, fault: str) -> None:

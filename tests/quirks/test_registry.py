@@ -411,7 +411,7 @@ class ReturnsNothing:
             ],
         ),
         (ReturnsNothing(), ["'modelquirks_records' returned None, expected an iterable"]),
-        (object(), ["it implements none of the hooks modelquirks_model, modelquirks_records"]),
+        (object(), ["it implements none of the hooks modelquirks_library, modelquirks_model"]),
         (None, ["expected a module or an object"]),
     ],
     ids=["unmarked", "wrapper", "argument", "two faults", "None result", "no hook", "None"],

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from modelquirks.planner.checkpoint.fingerprint import layout_digest
 from modelquirks.planner.checkpoint.manifest import Manifest
 from modelquirks.planner.checkpoint.open import open_manifest
+from modelquirks.planner.collector import collector_paused
 from modelquirks.planner.dtypes import from_torch
 from modelquirks.planner.finding import Finding, shown
 from modelquirks.planner.mapping.audit import Audit
@@ -16,26 +17,29 @@ from modelquirks.planner.mapping.derive import Derived, Waivers, derive
 from modelquirks.planner.mapping.fit import DtypeRule
 from modelquirks.planner.mapping.nearest import closest
 from modelquirks.planner.mapping.offers import Offers, find_offers
+from modelquirks.planner.mapping.remarks import dtype_unknown, packing_unseen, without_model
 from modelquirks.planner.mapping.requests import idle_aliases, idle_requests
-from modelquirks.planner.mapping.ties import tie_groups, tie_note
+from modelquirks.planner.mapping.ties import tie_groups
 from modelquirks.planner.model.build import model_config
 from modelquirks.planner.model.skeleton import Skeleton
 from modelquirks.planner.placement.memory import Device, normalize_max_memory, this_machine
-from modelquirks.planner.placement.placement import Placement, place
+from modelquirks.planner.placement.outline import Outline
+from modelquirks.planner.placement.placement import ModuleTree, Placement, place
+from modelquirks.planner.placement.refusals import refusals
 from modelquirks.planner.placement.tree import tree_of_checkpoint, tree_of_model
 from modelquirks.planner.plan import EMPTY_AUDIT, ModelFacts, Options, Plan, QuirkNote
 from modelquirks.quirks.pattern import Pattern
+from modelquirks.quirks.recipe import TensorType
 from modelquirks.quirks.record import Alias, alias_faults
-from modelquirks.quirks.registry import Registry
+from modelquirks.quirks.registry import Origin, Registry
 from modelquirks.quirks.resolve import Facts, Resolution, resolve
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Dispatcher", "OptionError"]
+    from modelquirks.quirks.library import LibraryRules
 
-_MAX_BROKEN = 20
-"""Findings about incomplete weights, when there is no audit to list them in."""
+__all__ = ["Dispatcher", "OptionError"]
 
 DeviceMap = str | Mapping[str, Any] | None
 
@@ -58,6 +62,7 @@ class Dispatcher:
             self._registry = Registry.load()
         return self._registry
 
+    @collector_paused()
     def plan(
         self,
         checkpoint: str | Path | Manifest,
@@ -72,6 +77,7 @@ class Dispatcher:
         no_quirks: Iterable[str] = (),
         allow_missing: Iterable[str] = (),
         min_coverage: float | None = None,
+        dequantize: bool = False,
         no_split_module_classes: str | Iterable[str] | None = None,
         offload_buffers: bool = False,
     ) -> Plan:
@@ -87,13 +93,15 @@ class Dispatcher:
         are ``"stored=model"`` patterns, *ties* ``"a=b"`` names that share one tensor. Records
         named in *quirks* apply even if they do not match, those in *no_quirks* never. Model
         tensors that fit a pattern of *allow_missing* may be missing. Below *min_coverage* (0 to
-        1) the plan is not usable.
+        1) the plan is not usable, nor where packed weights would have to become plain ones without
+        *dequantize*.
 
         Raises :class:`~modelquirks.planner.checkpoint.open.CheckpointError` if there is nothing to
         read, ValueError for options that mean nothing. Everything else is in the plan.
         """
         manifest = _manifest(checkpoint)
         skeleton = _skeleton(model)
+        library = self._library(model, skeleton)
         config = _config(manifest, skeleton)
         renames = [_alias(alias) for alias in aliases]
         resolution = resolve(
@@ -103,10 +111,12 @@ class Dispatcher:
             aliases=renames,
             force=quirks,
             exclude=no_quirks,
+            library=None if library is None else library[0],
         )
         wanted = {} if skeleton is None else skeleton.wanted
-        offers = find_offers(resolution, config, wanted, self.registry.schemes)
-        waivers = Waivers(missing=tuple(str(Pattern(text)) for text in allow_missing))
+        offers = find_offers(resolution, config, wanted, self.registry.schemes, _types_of(manifest))
+        allowed = tuple(str(Pattern(text)) for text in allow_missing)
+        waivers = Waivers(missing=allowed, dequantize=dequantize)
         tied: list[tuple[str, ...]] = []
         derived: Derived | None = None
         if skeleton is not None:
@@ -131,9 +141,9 @@ class Dispatcher:
             path=manifest.path,
             checkpoint=manifest.to_json(),
             shards=manifest.shards,
-            layout=layout_digest(manifest.tensors.values()),
+            layout=layout_digest(manifest.tensors),
             model=None if skeleton is None else _model_facts(skeleton),
-            quirks=_notes(resolution),
+            quirks=(*_notes(resolution), *_library_note(resolution, library)),
             audit=audit,
             placement=placement,
             recipes=() if derived is None else derived.recipes,
@@ -148,9 +158,10 @@ class Dispatcher:
                     allow_missing=waivers.missing,
                     min_coverage=min_coverage,
                 ),
-                *_unseen(config, resolution),
-                *(_dtype_unknown(manifest, dtype) if skeleton is not None else ()),
-                *(_without_model(config, offers) if skeleton is None else ()),
+                *packing_unseen(config, resolution),
+                *refusals(_kept_packed(offers, wanted), resolution.records(), placement.devices),
+                *(dtype_unknown(manifest, dtype) if skeleton is not None else ()),
+                *(without_model(config, offers) if skeleton is None else ()),
             ),
             options=Options(offload_buffers=offload_buffers, dispatch=device_map is not None),
             registry=self.registry,
@@ -165,11 +176,21 @@ class Dispatcher:
         built = self.registry.model(model_config(manifest), manifest.root)
         return None if built is None else built[0]
 
+    def _library(
+        self, model: torch.nn.Module | Skeleton | None, skeleton: Skeleton | None
+    ) -> tuple[LibraryRules, Origin] | None:
+        """Return the rules of the library that *model* comes from, and which plugin gives them."""
+        if skeleton is None or isinstance(model, Skeleton):
+            return None
+        return self.registry.library(model, skeleton.wanted.keys())
+
     def _findings(
         self, resolution: Resolution, audit: Audit, min_coverage: float | None
     ) -> Iterable[Finding]:
         for problem in self.registry.problems:
             yield Finding("plugin-problem", "warning", problem)
+        for problem in () if resolution.library is None else resolution.library.problems:
+            yield Finding("library-problem", "warning", problem)
         for conflict in resolution.conflicts:
             yield Finding("quirk-conflict", "error", conflict)
         for problem in resolution.problems:
@@ -181,52 +202,6 @@ class Dispatcher:
                 f"{audit.n_accounted} of {audit.n_model} model tensors are accounted for "
                 f"({audit.coverage:.2%}), {min_coverage:.2%} were asked for",
             )
-
-
-def _without_model(config: Mapping[str, Any], offers: Offers) -> Iterable[Finding]:
-    """Yield what can be said of a checkpoint that no model was given for."""
-    yield Finding(
-        "no-model",
-        "info",
-        "no model was given: placement is by stored names and bytes. "
-        "`--model transformers` compares with the class that config.json names, "
-        "`--model pkg.module:factory` with your own",
-    )
-    if (note := tie_note(config, [piece.name for piece in offers.direct])) is not None:
-        yield note
-    broken = [b for b in offers.broken.values() if b.name not in offers.best]
-    for lacking in broken[:_MAX_BROKEN]:
-        yield Finding("incomplete", "error", f"{lacking.name!r}: {lacking.reason}")
-    if len(broken) > _MAX_BROKEN:
-        yield Finding("incomplete", "error", f"{len(broken) - _MAX_BROKEN} more like it")
-
-
-def _dtype_unknown(manifest: Manifest, asked: object) -> Iterable[Finding]:
-    """Yield a finding if nothing says in which dtype the weights are."""
-    named = manifest.config.get("dtype") or manifest.config.get("torch_dtype")
-    if asked is None and not named and manifest.config and not manifest.has_headers:
-        yield Finding(
-            "dtype-unknown",
-            "info",
-            "config.json names no dtype and the headers are not here: bytes are those of the "
-            "model as it was built. The weights may be smaller; --dtype says what they will be",
-        )
-
-
-def _unseen(config: Mapping[str, Any], resolution: Resolution) -> Iterable[Finding]:
-    """Yield a finding if config.json declares a packing that no stored name shows."""
-    declared = [
-        f"{key} {config[key]!r}"
-        for key in ("quantization_config", "quantization", "quantization_bit")
-        if config.get(key)
-    ]
-    if declared and not any(r.role == "quantization" for r in resolution.records()):
-        yield Finding(
-            "quantization-unseen",
-            "warning",
-            f"config.json declares {declared[0][:120]}, but no name in the checkpoint belongs to "
-            "a packing that is known: the weights may be plain, or of a format without a quirk",
-        )
 
 
 def _manifest(checkpoint: str | Path | Manifest) -> Manifest:
@@ -310,6 +285,33 @@ def _notes(resolution: Resolution) -> tuple[QuirkNote, ...]:
     )
 
 
+def _library_note(
+    resolution: Resolution, library: tuple[LibraryRules, Origin] | None
+) -> Iterator[QuirkNote]:
+    """Yield the note of the library's rules, if they are in use."""
+    if library is not None and resolution.library is not None:
+        rules, origin = library
+        record = rules.record
+        yield QuirkNote(record.name, origin.plugin, origin.distribution, origin.version, record.why)
+
+
+def _kept_packed(offers: Offers, wanted: Collection[str]) -> Mapping[str, list[str]]:
+    """Return the parts of packed weights that the model takes as they are, by record."""
+    kept: dict[str, list[str]] = {}
+    for pack in offers.packed if wanted else ():
+        names = [name for part in pack.parts for name in part.names if name in wanted]
+        kept.setdefault(pack.weight.quirks[-1], []).extend(names)
+    return kept
+
+
+def _types_of(manifest: Manifest) -> Callable[[str], TensorType]:
+    def type_of(stored: str) -> TensorType:
+        tensor = manifest.tensors[stored]
+        return TensorType(tensor.dtype, tensor.shape)
+
+    return type_of
+
+
 def _placement(
     manifest: Manifest,
     skeleton: Skeleton | None,
@@ -325,13 +327,14 @@ def _placement(
     """Return where everything goes; an empty placement with the reason if nobody can say."""
     if device_map is None:
         return _nowhere()
+    tree: ModuleTree | Outline | None
     if skeleton is None or derived is None:
         tree = tree_of_checkpoint(manifest, offers.direct)
-        if tree is None:
-            return _nowhere("the sizes are not known without the files, so nothing was placed")
     else:
         kept = no_split | {c for record in resolution.records() for c in record.no_split}
         tree = tree_of_model(skeleton, derived.recipes, derived.aliases, kept)
+    if tree is None:
+        return _nowhere("the sizes are not known without the files, so nothing was placed")
     memory = _memory(device_map, max_memory, ask_torch=skeleton is not None)
     return place(tree, device_map=device_map, max_memory=memory, offload_buffers=offload_buffers)
 

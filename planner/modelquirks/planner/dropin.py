@@ -35,6 +35,8 @@ def load_checkpoint_and_dispatch(
     strict: bool = False,
     full_state_dict: bool = True,
     broadcast_from_rank0: bool = False,
+    *,
+    dequantize: bool = False,
 ) -> torch.nn.Module:
     """Load *checkpoint* into *model* and dispatch it, with accelerate's arguments.
 
@@ -45,7 +47,9 @@ def load_checkpoint_and_dispatch(
 
     *offload_folder*, *offload_state_dict* and *full_state_dict* are accepted and not needed:
     weights on disk stay in the checkpoint's own files, and every process reads what it loads.
-    *broadcast_from_rank0* is refused. A *dtype* holds with every device map, also with None.
+    Nothing is written to *offload_folder*; ``Plan.execute`` does so with ``materialize=True``.
+    *broadcast_from_rank0* is refused. Packed weights become plain ones with *dequantize* only. A
+    *dtype* holds with every device map, also with None.
     """
     del offload_folder, offload_state_dict, full_state_dict
     if isinstance(device_map, str) and device_map not in _POLICIES:
@@ -66,6 +70,7 @@ def load_checkpoint_and_dispatch(
         dtype=dtype,
         no_split_module_classes=no_split_module_classes,
         offload_buffers=offload_buffers,
+        dequantize=dequantize,
     )
     unread = plan.audit.unexpected
     if strict and unread:

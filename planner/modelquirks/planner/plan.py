@@ -211,7 +211,9 @@ class Plan:
         """As :meth:`execute`, and return what was loaded where, how fast, and how verified.
 
         *skip_keys*, *preload_module_classes* and *force_hooks* are passed to accelerate's
-        ``dispatch_model``.
+        ``dispatch_model``. With ``materialize=True`` weights that stay on disk and must be
+        computed are computed once and written to *offload_folder*, where later calls find them
+        as long as the checkpoint is as it was; without it nothing is written anywhere.
         """
         from modelquirks.planner.execution.perform import perform
 

@@ -13,8 +13,8 @@ __all__ = ["misfits"]
 def misfits(value: Any, kind: Any, at: str) -> Iterator[str]:
     """Yield where *value*, or something in it, is not of the type *kind*; *at* names it.
 
-    Knows what plans are made of: unions, literals, homogeneous tuples, mappings, named tuples,
-    dataclasses and plain classes.
+    Knows what plans are made of: unions, literals, tuples, mappings, named tuples, dataclasses
+    and plain classes.
 
     >>> list(misfits({"a": (1, "x")}, Mapping[str, tuple[int, ...]], "sizes"))
     ["sizes['a'][1] is 'x', expected int"]
@@ -31,8 +31,12 @@ def misfits(value: Any, kind: Any, at: str) -> Iterator[str]:
     elif not isinstance(value, origin or kind) or (kind is int and isinstance(value, bool)):
         yield _told(value, kind, at)
     elif origin is tuple:
-        for number, item in enumerate(value):
-            yield from misfits(item, arguments[0], f"{at}[{number}]")
+        kinds = arguments[:1] * len(value) if arguments[-1] is Ellipsis else arguments
+        if len(kinds) != len(value):
+            yield _told(value, kind, at)
+            return
+        for number, (item, each) in enumerate(zip(value, kinds, strict=True)):
+            yield from misfits(item, each, f"{at}[{number}]")
     elif origin is Mapping:
         for key, item in value.items():
             yield from misfits(key, arguments[0], f"a key of {at}")

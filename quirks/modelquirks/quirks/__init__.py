@@ -11,11 +11,14 @@ if TYPE_CHECKING:
     from modelquirks.quirks.family import Family, group, indices_of, show, template_of
     from modelquirks.quirks.hookspecs import (
         GROUP,
+        LibraryPlugin,
         ModelPlugin,
         RecordsPlugin,
         SchemesPlugin,
         hookimpl,
     )
+    from modelquirks.quirks.library import LibraryRules, Named
+    from modelquirks.quirks.nodetypes import infer, settings_of
     from modelquirks.quirks.pattern import Binding, Pattern, PatternError, rename
     from modelquirks.quirks.recipe import (
         Cast,
@@ -27,6 +30,7 @@ if TYPE_CHECKING:
         Node,
         Opaque,
         Part,
+        Peek,
         Permute,
         RecipeError,
         Region,
@@ -41,13 +45,12 @@ if TYPE_CHECKING:
         Stack,
         TensorType,
         Transpose,
+        View,
         children,
-        from_json,
-        infer,
         mapped,
         sources,
-        to_json,
     )
+    from modelquirks.quirks.recipe_json import from_json, to_json
     from modelquirks.quirks.record import (
         ROLES,
         Alias,
@@ -56,7 +59,9 @@ if TYPE_CHECKING:
         Match,
         ModelQuirks,
         Pack,
+        Parallel,
         RecordError,
+        Refusal,
         Role,
         Tie,
     )
@@ -83,23 +88,29 @@ __all__ = [
     "Family",
     "Interleave",
     "Join",
+    "LibraryPlugin",
+    "LibraryRules",
     "Match",
     "ModelBuildError",
     "ModelPlugin",
     "ModelQuirks",
+    "Named",
     "Node",
     "Opaque",
     "Origin",
     "Pack",
+    "Parallel",
     "Part",
     "Pattern",
     "PatternError",
+    "Peek",
     "Permute",
     "PluginError",
     "PluginInfo",
     "RecipeError",
     "RecordError",
     "RecordsPlugin",
+    "Refusal",
     "Region",
     "Registered",
     "Registry",
@@ -117,6 +128,7 @@ __all__ = [
     "TensorType",
     "Tie",
     "Transpose",
+    "View",
     "children",
     "from_json",
     "group",
@@ -125,6 +137,7 @@ __all__ = [
     "infer",
     "mapped",
     "rename",
+    "settings_of",
     "show",
     "sources",
     "template_of",
@@ -132,7 +145,17 @@ __all__ = [
 ]
 
 if not TYPE_CHECKING:  # a type checker would take any name for granted
-    _MODULES = ("family", "pattern", "recipe", "record", "hookspecs", "registry")  # cheap first
+    _MODULES = (
+        "family",
+        "pattern",
+        "recipe",
+        "nodetypes",
+        "recipe_json",
+        "record",
+        "hookspecs",
+        "library",
+        "registry",
+    )  # cheap first
 
     def __getattr__(name: str) -> object:
         if name in __all__:

@@ -7,7 +7,7 @@ and the others go on.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,7 +16,7 @@ import pluggy
 from modelquirks.quirks.recipe import Scheme
 from modelquirks.quirks.record import ModelQuirks
 
-__all__ = ["GROUP", "ModelPlugin", "RecordsPlugin", "SchemesPlugin", "hookimpl"]
+__all__ = ["GROUP", "LibraryPlugin", "ModelPlugin", "RecordsPlugin", "SchemesPlugin", "hookimpl"]
 
 GROUP = "modelquirks"
 """Name of the entry-point group, and prefix of every hook."""
@@ -47,6 +47,16 @@ def modelquirks_model(config: Mapping[str, Any], folder: Path) -> Any:
     """
 
 
+@_hookspec
+def modelquirks_library(model: Any, names: Collection[str]) -> Any:
+    """Return the :class:`~modelquirks.quirks.library.LibraryRules` for *model*, or None.
+
+    For plugins that know a library with conversion rules of its own. *model* is the
+    ``nn.Module`` that somebody wants to load, *names* are those of its parameters and persistent
+    buffers. None if it is no model of that library.
+    """
+
+
 class RecordsPlugin(Protocol):
     """For type checkers: ``plugin: RecordsPlugin = my_module`` accepts a right module."""
 
@@ -60,6 +70,14 @@ class SchemesPlugin(Protocol):
 
     def modelquirks_schemes(self) -> Iterable[Scheme]:
         """See :func:`modelquirks_schemes`."""
+        ...
+
+
+class LibraryPlugin(Protocol):
+    """As :class:`RecordsPlugin`, for :func:`modelquirks_library`."""
+
+    def modelquirks_library(self, model: Any, names: Collection[str]) -> Any:
+        """See :func:`modelquirks_library`."""
         ...
 
 

@@ -24,6 +24,7 @@ from modelquirks.quirks.record import ModelQuirks
 __all__ = ["Given", "examine", "model_of"]
 
 _HOOKS = sorted(name for name in vars(hookspecs) if name.startswith(f"{GROUP}_"))
+_LIBRARY = ("record", "problems", "named", "conversions", "extra", "absent", "computed")
 _SCHEME = ("name", "roles", "peeks", "settings", "infer", "peek", "regions", "evaluate")
 
 
@@ -65,6 +66,11 @@ def model_of(impl: pluggy.HookImpl, origin: Origin, values: Mapping[str, Any]) -
     return _call(impl, origin, _module, values)
 
 
+def library_of(impl: pluggy.HookImpl, origin: Origin, values: Mapping[str, Any]) -> Any:
+    """Return the rules that one ``modelquirks_library`` has for a model, or None."""
+    return _call(impl, origin, _library, values)
+
+
 def _call(
     impl: pluggy.HookImpl,
     origin: Origin,
@@ -100,6 +106,13 @@ def _items(result: Any, *, fault: Callable[[Any], str]) -> tuple[Any, ...]:
 def _module(result: Any) -> Any:
     if result is not None and not callable(getattr(result, "named_parameters", None)):
         raise _WrongResult(f"{_kind(result)}, expected an nn.Module or None")
+    return result
+
+
+def _library(result: Any) -> Any:
+    lacking = [] if result is None else [n for n in _LIBRARY if not hasattr(result, n)]
+    if lacking:
+        raise _WrongResult(f"{_kind(result)} without {', '.join(lacking)}, expected LibraryRules")
     return result
 
 

@@ -12,10 +12,9 @@ element counts, dimensions count from 0.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, fields, replace
-from typing import Any, NamedTuple, Protocol, cast, get_args
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, Protocol
 
 __all__ = [
     "Cast",
@@ -42,13 +41,10 @@ __all__ = [
     "Stack",
     "TensorType",
     "Transpose",
+    "View",
     "children",
-    "from_json",
-    "infer",
     "mapped",
-    "settings_of",
     "sources",
-    "to_json",
 ]
 
 
@@ -167,9 +163,9 @@ class Slice:
 class Split:
     """Part number ``part`` of ``of`` cut along ``dim`` into ``sizes``.
 
-    A size is a number or a product of fields of config.json
-    (``"num_attention_heads*head_dim"``). Only rules hold this node: with the config at hand it
-    becomes a :class:`Slice`.
+    A size is a number or an expression in fields of config.json, with ``*`` and exact ``/``
+    from left to right (``"num_attention_heads*head_dim"``, ``"vision_config.hidden_size/2"``). Only
+    rules hold this node: with the config at hand it becomes a :class:`Slice`.
     """
 
     of: Node
@@ -201,6 +197,17 @@ class Reshape:
 
     of: Node
     shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """A :class:`Reshape` whose ``sizes`` are written as those of a :class:`Split`; one may be -1.
+
+    Only rules hold this node: with the config at hand it becomes a :class:`Reshape`.
+    """
+
+    of: Node
+    sizes: tuple[int | str, ...]
 
 
 class Part(NamedTuple):
@@ -248,13 +255,10 @@ Node = (
     | Transpose
     | Permute
     | Reshape
+    | View
     | Dequantize
     | Opaque
 )
-_SEVERAL = (Concat, Interleave, Opaque)
-"""Nodes with a tuple of nodes in ``of``."""
-
-_OPS: dict[str, type[Any]] = {kind.__name__.lower(): kind for kind in get_args(Node)}
 
 
 Region = tuple[tuple[int, int], ...]
@@ -284,6 +288,13 @@ class Scheme(Protocol):
         """
         return {}
 
+    def varies(self, config: Mapping[str, Any]) -> bool:
+        """Tell whether *config* may say different things of two weights.
+
+        If not, one is asked about instead of 70,000.
+        """
+        return True
+
     def infer(self, parts: Mapping[str, TensorType], settings: Settings) -> TensorType:
         """Return type of the plain weight; raise :class:`RecipeError` if the parts do not fit.
 
@@ -293,6 +304,13 @@ class Scheme(Protocol):
 
     def peek(self, values: Mapping[str, Any], settings: Settings) -> Settings:
         """Return further settings from the values of the ``peeks``, for example the shape."""
+        return {}
+
+    def layout(self, parts: Mapping[str, TensorType], settings: Settings) -> Settings:
+        """Return further settings from the types of the whole parts: block sizes, say.
+
+        ``regions`` and ``evaluate`` get them too; the latter sees only regions of the parts.
+        """
         return {}
 
     def regions(
@@ -310,91 +328,6 @@ class Scheme(Protocol):
 
 Peek = Callable[[Dequantize], Settings]
 """Gives what the values of the parts of a packed weight tell; needs more than headers."""
-
-Lookup = Callable[[str], TensorType]
-
-
-def infer(
-    node: Node, lookup: Lookup, schemes: Mapping[str, Scheme], peek: Peek | None = None
-) -> TensorType:
-    """Return dtype and shape of *node*, or raise :class:`RecipeError` saying why there is none.
-
-    *lookup* gives the type of a source; a source without shape makes the result shapeless.
-    Without *peek*, so does a packed weight whose shape no header tells.
-
-    >>> infer(Concat((Source("a"), Source("b"))), {"a": TensorType("F32", (2, 3)),
-    ...       "b": TensorType("F32", (4, 3))}.__getitem__, {})
-    TensorType(dtype='F32', shape=(6, 3))
-    """
-
-    def of(inner: Node) -> TensorType:
-        return infer(inner, lookup, schemes, peek)
-
-    match node:
-        case Source(name):
-            return lookup(name)
-        case Cast(inner, dtype):
-            return TensorType(dtype, of(inner).shape)
-        case Concat(parts, dim):
-            return _concat([of(part) for part in parts], dim)
-        case Interleave(parts, dim):
-            types = [of(part) for part in parts]
-            _same("interleaved parts", types)
-            return _concat(types, dim)
-        case Stack(inner, _, count):
-            return _stack(of(inner), _counted(count))
-        case Join(inner, _, dim, count):
-            return _concat([of(inner)] * _counted(count), dim)
-        case Select(inner, _, dim):
-            return _select(of(inner), dim)
-        case Chunk(inner, dim, count, part):
-            return _chunk(of(inner), dim, count, part)
-        case Slice(inner, dim, start, stop):
-            return _slice(of(inner), dim, start, stop)
-        case Split():
-            raise RecipeError("sizes of the split are not known: config.json does not give them")
-        case Transpose(inner, dim0, dim1):
-            return _transpose(of(inner), dim0, dim1)
-        case Permute(inner, dims):
-            return _permute(of(inner), dims)
-        case Reshape(inner, shape):
-            return _reshape(of(inner), shape)
-        case Dequantize(scheme, packed):
-            types_by_role = {role: of(inner) for role, inner in packed}
-            _known_scheme(scheme, types_by_role, schemes)
-            if any(t.shape is None for t in types_by_role.values()):
-                return TensorType(None, None)
-            return schemes[scheme].infer(types_by_role, settings_of(node, peek))
-        case Opaque(scheme, parts, dtype, shape):
-            types_by_role = {str(number): of(part) for number, part in enumerate(parts)}
-            _known_scheme(scheme, types_by_role, schemes)
-            return TensorType(dtype, shape)
-
-
-def settings_of(node: Dequantize | Opaque, peek: Peek | None = None) -> Settings:
-    """Return the settings of a node, with what *peek* finds in the values of its parts."""
-    settings = dict(node.settings)
-    if peek is not None and isinstance(node, Dequantize):
-        settings |= peek(node)
-    return settings
-
-
-def _known_scheme(
-    scheme: str, parts: Mapping[str, TensorType], schemes: Mapping[str, Scheme]
-) -> None:
-    if scheme not in schemes:
-        raise RecipeError(
-            f"stored packed as {scheme!r} ({', '.join(parts)}), "
-            "and no plugin knows how to make a plain weight of that"
-        )
-
-
-def _counted(count: int | None) -> int:
-    if count is None:
-        raise RecipeError("the number of tensors to stack is not known")
-    if count < 1:
-        raise RecipeError("nothing to stack")
-    return count
 
 
 def sources(node: Node) -> Iterator[Source]:
@@ -420,64 +353,6 @@ def mapped(node: Node, change: Callable[[Node], Node]) -> Node:
     return change(node)
 
 
-def to_json(node: Node) -> dict[str, Any]:
-    """Return *node* as plain data, for the plan file."""
-    data: dict[str, Any] = {"op": type(node).__name__.lower()}
-    for field in fields(node):
-        value = getattr(node, field.name)
-        if field.name == "parts":
-            value = [{"role": role, "of": to_json(of)} for role, of in value]
-        elif field.name == "of":
-            value = [to_json(v) for v in value] if isinstance(value, tuple) else to_json(value)
-        elif field.name == "settings":
-            value = dict(value)
-        elif isinstance(value, tuple):
-            value = list(value)
-        data[field.name] = value
-    return data
-
-
-def from_json(data: Any) -> Node:
-    """Return the node that :func:`to_json` wrote; :class:`RecipeError` if it is none."""
-    try:
-        kind = _OPS[data["op"]]
-        values = {f.name: _field_from_json(f.name, data[f.name]) for f in fields(kind)}
-        if len(values) + 1 != len(data):
-            raise RecipeError(f"unknown fields in recipe node {data['op']!r}")
-        if isinstance(values.get("of"), tuple) != (kind in _SEVERAL):
-            raise TypeError(f"'of' of {data['op']!r} has the wrong form")
-        return cast(Node, kind(**values))
-    except (KeyError, TypeError, AttributeError) as error:
-        raise RecipeError(f"not a recipe: {error}") from error
-
-
-def _field_from_json(name: str, value: Any) -> Any:
-    match name:
-        case "parts":
-            return tuple(Part(str(p["role"]), from_json(p["of"])) for p in value)
-        case "of":
-            return tuple(map(from_json, value)) if isinstance(value, list) else from_json(value)
-        case "sizes":
-            return tuple(value)
-        case "dims" | "shape":
-            return tuple(int(size) for size in value)
-        case "settings":
-            return tuple(sorted(_setting(key, v) for key, v in value.items()))
-        case "name" | "dtype" | "over" | "index" | "scheme":
-            fits = isinstance(value, str)
-        case _:  # a number; the count of a stack may be unknown
-            fits = isinstance(value, int) or (name == "count" and value is None)
-    if not fits:
-        raise TypeError(f"{name!r} is {value!r}")
-    return value
-
-
-def _setting(name: str, value: Any) -> tuple[str, Setting]:
-    if not isinstance(value, Setting):
-        raise TypeError(f"setting {name!r} is {value!r}")
-    return name, value
-
-
 def children(node: Node) -> tuple[Node, ...]:
     """Return the nodes directly below *node*."""
     match node:
@@ -489,93 +364,3 @@ def children(node: Node) -> tuple[Node, ...]:
             return tuple(part.of for part in parts)
         case _:
             return (node.of,)
-
-
-def _same(what: str, types: list[TensorType]) -> None:
-    known = {t for t in types if t.shape is not None}
-    if len(known) > 1:
-        listed = ", ".join(sorted(map(str, known)))
-        raise RecipeError(f"{what} are not alike: {listed}")
-
-
-def _dim(shape: tuple[int, ...], dim: int) -> int:
-    if not 0 <= dim < len(shape):
-        raise RecipeError(f"shape {list(shape)} has no dimension {dim}")
-    return dim
-
-
-def _concat(types: list[TensorType], dim: int) -> TensorType:
-    if not types:
-        raise RecipeError("nothing to join")
-    dtypes = sorted({t.dtype for t in types if t.dtype is not None})
-    if len(dtypes) > 1:
-        raise RecipeError(f"parts have different dtypes: {', '.join(dtypes)}")
-    dtype = next(iter(dtypes), None)
-    known = [t.shape for t in types if t.shape is not None]
-    if len(known) < len(types):
-        return TensorType(dtype, None)
-    rests = {s[: _dim(s, dim)] + s[dim + 1 :] for s in known}
-    if len(rests) > 1:
-        listed = ", ".join(str(list(s)) for s in known)
-        raise RecipeError(f"shapes {listed} cannot be joined along dimension {dim}")
-    first = known[0]
-    total = sum(s[dim] for s in known)
-    return TensorType(dtype, (*first[:dim], total, *first[dim + 1 :]))
-
-
-def _stack(of: TensorType, count: int) -> TensorType:
-    return TensorType(of.dtype, None if of.shape is None else (count, *of.shape))
-
-
-def _select(of: TensorType, dim: int) -> TensorType:
-    if of.shape is None:
-        return of
-    _dim(of.shape, dim)
-    return TensorType(of.dtype, (*of.shape[:dim], *of.shape[dim + 1 :]))
-
-
-def _chunk(of: TensorType, dim: int, count: int, part: int) -> TensorType:
-    if count < 1 or not 0 <= part < count:
-        raise RecipeError(f"there is no part {part} of {count}")
-    if of.shape is None:
-        return of
-    size = of.shape[_dim(of.shape, dim)]
-    if size % count:
-        raise RecipeError(f"dimension {dim} of {of} cannot be cut into {count} equal parts")
-    return TensorType(of.dtype, (*of.shape[:dim], size // count, *of.shape[dim + 1 :]))
-
-
-def _slice(of: TensorType, dim: int, start: int, stop: int) -> TensorType:
-    if of.shape is None:
-        return of
-    size = of.shape[_dim(of.shape, dim)]
-    if not 0 <= start <= stop <= size:
-        raise RecipeError(f"rows {start} to {stop} are outside of dimension {dim} of {of}")
-    return TensorType(of.dtype, (*of.shape[:dim], stop - start, *of.shape[dim + 1 :]))
-
-
-def _transpose(of: TensorType, dim0: int, dim1: int) -> TensorType:
-    if of.shape is None:
-        return of
-    order = list(of.shape)
-    a, b = _dim(of.shape, dim0), _dim(of.shape, dim1)
-    order[a], order[b] = order[b], order[a]
-    return TensorType(of.dtype, tuple(order))
-
-
-def _permute(of: TensorType, dims: tuple[int, ...]) -> TensorType:
-    if of.shape is None:
-        return of
-    if sorted(dims) != list(range(len(of.shape))):
-        raise RecipeError(f"{list(dims)} is no order of the dimensions of {of}")
-    return TensorType(of.dtype, tuple(of.shape[dim] for dim in dims))
-
-
-def _reshape(of: TensorType, shape: tuple[int, ...]) -> TensorType:
-    if of.shape is None:
-        return TensorType(of.dtype, None if -1 in shape else shape)
-    count, known = math.prod(of.shape), math.prod(size for size in shape if size != -1)
-    free = shape.count(-1)
-    if free > 1 or (free == 0 and known != count) or (free and (not known or count % known)):
-        raise RecipeError(f"{of} cannot be reshaped to {list(shape)}")
-    return TensorType(of.dtype, tuple(count // known if size == -1 else size for size in shape))

@@ -17,7 +17,17 @@ from dataclasses import dataclass, field, fields
 from typing import Literal, get_args
 
 from modelquirks.quirks.pattern import Pattern, PatternError
-from modelquirks.quirks.recipe import Join, Node, Select, Source, Split, Stack, children, sources
+from modelquirks.quirks.recipe import (
+    Join,
+    Node,
+    Select,
+    Source,
+    Split,
+    Stack,
+    View,
+    children,
+    sources,
+)
 
 __all__ = [
     "ROLES",
@@ -27,7 +37,9 @@ __all__ = [
     "Match",
     "ModelQuirks",
     "Pack",
+    "Parallel",
     "RecordError",
+    "Refusal",
     "Role",
     "Tie",
 ]
@@ -37,7 +49,8 @@ ROLES: tuple[Role, ...] = get_args(Role)
 """The roles in the order in which they compose."""
 
 _NAME = re.compile(r"[a-z0-9_]+(\.[a-z0-9_]+)*")
-_SIZE = re.compile(r"[a-z_]\w*(\*[a-z_]\w*)*")
+_FACTOR = r"(?:[1-9][0-9]{0,8}|[a-z_]\w*(?:\.[a-z_]\w*)*)"
+_SIZE = re.compile(rf"{_FACTOR}(?:[*/]{_FACTOR})*")
 
 
 class RecordError(ValueError):
@@ -132,8 +145,9 @@ class Convert:
     target: str
     recipe: Node
     either: bool = False
-    """For a recipe that changes the form of its own target (transposes it, say): some checkpoints
-    already have the model's form. The shape decides; where both forms fit, the plan is refused."""
+    """For a recipe that changes the form of its own target (transposes it, say) where some
+    checkpoints already have the model's form, or to which another rule for the same target is the
+    alternative. The shape decides; where both forms fit, the plan is refused."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +155,26 @@ class Expected:
     """Names whose absence (or presence) is as it should be, and why."""
 
     names: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Parallel:
+    """How modules are cut among the ranks of a job: ``colwise``, ``rowwise``…
+
+    ``modules`` is a name pattern, ``style`` the word of the library that the model comes from.
+    """
+
+    modules: str
+    style: str
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """A device on which modules that keep these weights packed cannot be, and why."""
+
+    device: str
+    """``cpu`` or ``disk``."""
     why: str
 
 
@@ -164,6 +198,10 @@ class ModelQuirks:
     """Classes of modules that must stay on one device."""
     keep_dtype: tuple[str, ...] = ()
     """Name patterns of model tensors that keep their dtype when another is asked for."""
+    parallel: tuple[Parallel, ...] = ()
+    """How the model is cut among ranks, where its library says so."""
+    refuses: tuple[Refusal, ...] = ()
+    """Where the packed weights must not be placed, if the model keeps them packed."""
     overrides: frozenset[str] = field(default_factory=frozenset)
     """Names of records that this one openly replaces."""
     why: str = ""
@@ -184,6 +222,8 @@ _MEMBERS: dict[str, type] = {
     "ties": Tie,
     "extra": Expected,
     "absent": Expected,
+    "parallel": Parallel,
+    "refuses": Refusal,
 }  # of every other tuple: str
 
 
@@ -316,8 +356,8 @@ def _convert_faults(convert: Convert) -> Iterator[str]:
         if lost := wanted - set(source.placeholders):
             yield f"source {leaf.name!r} does not have {_braced(lost)}"
     for node in _nodes(convert.recipe):
-        if isinstance(node, Split):
-            yield from _split_faults(node, convert.target)
+        if isinstance(node, Split | View):
+            yield from _size_faults(node, convert.target)
         if isinstance(node, Select):
             yield from _select_faults(node, target)
         if isinstance(node, Stack | Join) and node.over in target.placeholders:
@@ -329,12 +369,12 @@ def _select_faults(node: Select, target: Pattern) -> Iterator[str]:
         yield f"index {node.index!r} of a selection is no placeholder of target {target.text!r}"
 
 
-def _split_faults(node: Split, target: str) -> Iterator[str]:
-    if not 0 <= node.part < len(node.sizes):
+def _size_faults(node: Split | View, target: str) -> Iterator[str]:
+    if isinstance(node, Split) and not 0 <= node.part < len(node.sizes):
         yield f"split for {target!r} has no part {node.part}"
     for size in node.sizes:
         if isinstance(size, str) and not _SIZE.fullmatch(size):
-            yield f"size {size!r} for {target!r} is not a product of config fields"
+            yield f"size {size!r} for {target!r} is no product or quotient of config fields"
 
 
 def _scopes(node: Node, variables: frozenset[str]) -> Iterator[tuple[frozenset[str], Source]]:

@@ -17,11 +17,12 @@ Environment variables, read by :meth:`Registry.load`:
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from inspect import isroutine
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, Generic, Literal, NamedTuple, TypeVar
+from types import MappingProxyType, ModuleType
+from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, TypeVar
 
 import pluggy
 
@@ -35,9 +36,12 @@ from modelquirks.quirks.discovery import (
     said,
 )
 from modelquirks.quirks.hookspecs import GROUP
-from modelquirks.quirks.intake import Given, examine, model_of
+from modelquirks.quirks.intake import Given, examine, library_of, model_of
 from modelquirks.quirks.recipe import Scheme
 from modelquirks.quirks.record import ROLES, ModelQuirks
+
+if TYPE_CHECKING:
+    from modelquirks.quirks.library import LibraryRules
 
 __all__ = ["ModelBuildError", "Origin", "PluginError", "PluginInfo", "Registered", "Registry"]
 
@@ -88,12 +92,24 @@ class PluginInfo:
         return {key: list(v) if isinstance(v, tuple) else v for key, v in asdict(self).items()}
 
 
+class _Manager(pluggy.PluginManager):
+    """Looks at what could be a hook only: a module has ten times as many names."""
+
+    def parse_hookimpl_opts(self, plugin: object, name: str) -> pluggy.HookimplOpts | None:
+        """Return the options of the hook of that name, None if it is none."""
+        if isinstance(plugin, ModuleType):
+            found = vars(plugin).get(name)
+            if not isroutine(found) or not hasattr(found, f"{GROUP}_impl"):
+                return None
+        return super().parse_hookimpl_opts(plugin, name)
+
+
 class Registry:
     """What the plugins give. ``Registry()`` is empty; :meth:`load` asks the installed ones."""
 
     def __init__(self) -> None:
         """Start without any plugin."""
-        self._manager = pluggy.PluginManager(GROUP)
+        self._manager = _Manager(GROUP)
         self._manager.add_hookspecs(hookspecs)
         self._strict = os.environ.get(_STRICT, "") not in ("", "0")
         self._given: dict[str, Given] = {}
@@ -193,6 +209,30 @@ class Registry:
             origins = [origin for _, origin in built]
             raise _build_error(config, origins, failures) from next(iter(failures), None)
         return None
+
+    def library(self, model: Any, names: Collection[str]) -> tuple[LibraryRules, Origin] | None:
+        """Return the rules that the library of *model* has, and which plugin gives them.
+
+        None if no plugin knows it. What fails becomes one of the :attr:`problems`, and so do two
+        plugins that both have rules: then the first by name counts.
+        """
+        found: list[tuple[LibraryRules, Origin]] = []
+        impls = self._manager.hook.modelquirks_library.get_hookimpls()
+        for impl in sorted(impls, key=lambda impl: impl.plugin_name):
+            origin = self._given[impl.plugin_name].origin
+            try:
+                rules = library_of(impl, origin, {"model": model, "names": names})
+            except PluginError as error:
+                if self._strict:
+                    raise
+                self._notice([str(error)])
+            else:
+                if rules is not None:
+                    found.append((rules, origin))
+        if len(found) > 1:
+            others = " and ".join(str(origin) for _, origin in found[1:])
+            self._notice([f"{found[0][1]} and {others} have rules for one model: the first counts"])
+        return found[0] if found else None
 
     def _notice(self, sentences: Iterable[str]) -> None:
         self._noticed.update(dict.fromkeys(sentences))

@@ -21,9 +21,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from modelquirks.quirks.family import Family, show
 from modelquirks.quirks.matching import why
 from modelquirks.quirks.pattern import Pattern, rename
-from modelquirks.quirks.record import ROLES, Alias, ModelQuirks
+from modelquirks.quirks.recipe import sources
+from modelquirks.quirks.record import ROLES, Alias, ModelQuirks, Pack
 
 if TYPE_CHECKING:
+    from modelquirks.quirks.library import LibraryRules
     from modelquirks.quirks.registry import Registered
 
 __all__ = ["Applied", "Facts", "Renamed", "Resolution", "Step", "resolve"]
@@ -95,6 +97,8 @@ class Resolution:
     conflicts: tuple[str, ...] = ()
     problems: tuple[str, ...] = ()
     """Requests that could not be met: a record asked for that does not exist."""
+    library: LibraryRules | None = None
+    """What the library that the model comes from knows, if it is in use."""
 
     def records(self) -> Iterator[ModelQuirks]:
         """Yield the records in the order of their roles."""
@@ -118,14 +122,20 @@ def resolve(
     aliases: Sequence[Alias] = (),
     force: Iterable[str] = (),
     exclude: Iterable[str] = (),
+    library: LibraryRules | None = None,
 ) -> Resolution:
     """Return the records that apply to *facts* and what they call each stored family.
 
     *known* holds the names of the model, if there is one: no alias of a record takes a name away
     that the model has. *aliases* are the user's own. Records named in *force* apply even if they
-    do not match, those in *exclude* never.
+    do not match, those in *exclude* never. *library* holds the rules of the library that the model
+    comes from: what it knows to use is not renamed by records of architectures.
     """
     request = _Request(frozenset(force), frozenset(exclude), known)
+    existing = {r.record.name for r in registered}
+    if library is not None:
+        existing.add(library.record.name)
+        library = None if library.record.name in request.exclude else library
     names = [Renamed(family, family.template) for family in facts.families]
     by_user = [("user", alias) for alias in aliases]
     names = _pass(names, by_user)
@@ -134,28 +144,97 @@ def resolve(
     )
     names = _pass_once(names, by_user)
     applied = list(wrappers)
-    for role in ROLES[1:]:
-        candidates = [r for r in registered if r.record.role == role]
-        chosen = _choose(candidates, facts, names, request)
-        if role == "architecture":
-            chosen = _most_specific(chosen, request)
-            names = _pass(names, _rules(chosen), _leads_away(known))
-        else:
-            chosen, names = _quantized(chosen, names, request)
-        applied += chosen
-    existing = {r.record.name for r in registered}
+    by_role = {role: [r for r in registered if r.record.role == role] for role in ROLES[1:]}
+    packed = _choose(by_role["quantization"], facts, names, request)
+    packs = [pack for a in packed for pack in a.record.packs]
+    chosen = _choose(by_role["architecture"], facts, names, request)
+    if library is not None:
+        weights = _weights(names, packs)
+        taken, left = library.named(names, weights)
+        chosen = [a for a in chosen if _has_work(a.record, left, weights, request)]
+    else:
+        taken, left = (), tuple(names)
+    chosen = _most_specific(chosen, request)
+    names = _in_order(names, [*taken, *_by_rules(_rules(chosen), left, library, packs, known)])
+    applied += chosen
+    chosen = _choose(by_role["quantization"], facts, names, request)
+    chosen, names = _quantized(chosen, names, request)
+    applied += chosen
     problems = [
         f"quirk {name!r} does not exist; `modelquirks plugins list` shows those that do"
         for name in sorted((request.force | request.exclude) - existing)
     ]
-    return Resolution(tuple(applied), tuple(names), tuple(request.conflicts), tuple(problems))
+    return Resolution(
+        tuple(applied), tuple(names), tuple(request.conflicts), tuple(problems), library
+    )
+
+
+def _has_work(
+    record: ModelQuirks,
+    left: Sequence[Renamed],
+    weights: Mapping[str, str],
+    request: _Request,
+) -> bool:
+    """Tell whether *record* is more than a guess by names which the library knows better.
+
+    *left* is what the library does not know, *weights* says what companions belong to.
+    """
+    if record.match.specificity > 1 or record.name in request.force:
+        return True
+    texts = [alias.stored for alias in record.aliases]
+    texts += [leaf.name for convert in record.conversions for leaf in sources(convert.recipe)]
+    packed = [replace(p, name=weights[p.name]) for p in left if p.name in weights]
+    return any(_first(Pattern(text), [*left, *packed]) is not None for text in texts)
+
+
+def _by_rules(
+    rules: Sequence[tuple[str, Alias]],
+    pieces: Sequence[Renamed],
+    library: LibraryRules | None,
+    packs: Sequence[Pack],
+    known: Collection[str],
+) -> list[Renamed]:
+    """Rename by *rules*, and what they rename by the library again."""
+    renamed = _pass(pieces, rules, _leads_away(known))
+    if library is None:
+        return renamed
+    before = {piece.name for piece in pieces}
+    new = [piece for piece in renamed if piece.name not in before]
+    taken, left = library.named(new, _weights(new, packs)) if new else ((), ())
+    return [*(piece for piece in renamed if piece.name in before), *taken, *left]
+
+
+def _in_order(before: Sequence[Renamed], after: Iterable[Renamed]) -> list[Renamed]:
+    """Return *after* in the order of the families of *before*."""
+    order = {piece.family.template: number for number, piece in enumerate(before)}
+    return sorted(after, key=lambda piece: order[piece.family.template])
+
+
+def _weights(pieces: Iterable[Renamed], packs: Iterable[Pack]) -> dict[str, str]:
+    """Return which packed weight each companion belongs to, by templates.
+
+    Only for the names that have no other reading: ``weight`` is that of a plain weight too.
+    """
+    parts = [
+        (Pattern(text), Pattern(pack.weight))
+        for pack in packs
+        for _, text in (*pack.parts, *pack.optional)
+        if text != pack.weight
+    ]
+    found: dict[str, str] = {}
+    for piece in pieces:
+        for part, weight in parts:
+            if (binding := part.match(piece.name)) is not None:
+                found.setdefault(piece.name, weight.fill(binding))
+                break
+    return found
 
 
 def _first(pattern: Pattern, pieces: Iterable[Renamed]) -> str | None:
     """Return the name of the first piece that has a member which fits *pattern*."""
     for piece in pieces:
         binding = pattern.match(piece.name)
-        if binding is not None and _hits(piece.indices(), binding.fixed):
+        if binding is not None and (not binding.fixed or _hits(piece.indices(), binding.fixed)):
             return piece.name
     return None
 

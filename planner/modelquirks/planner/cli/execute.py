@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from modelquirks.planner.checkpoint.open import open_manifest
 from modelquirks.planner.cli.command import Exit
 from modelquirks.planner.cli.model import TRANSFORMERS, add_model, build
+from modelquirks.planner.cli.offload import add_offload, offload_options
 from modelquirks.planner.cli.plugins import add_no_plugin, load_registry
 from modelquirks.planner.cli.report import write_json
 from modelquirks.planner.cli.report_plan import show_loaded, show_plan
@@ -34,12 +36,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--json", action="store_true", help="write JSON instead of tables")
     parser.add_argument("--all", action="store_true", help="list everything, however long")
+    add_offload(parser)
     add_model(parser)
     add_no_plugin(parser)
 
 
 def run(args: argparse.Namespace) -> Exit:
     """Read the plan, build the model, load."""
+    offload = offload_options(args)
     registry = load_registry(args)
     plan = replace(Plan.load(args.plan, checkpoint=args.checkpoint), registry=registry)
     if not args.json:
@@ -47,16 +51,16 @@ def run(args: argparse.Namespace) -> Exit:
     manifest = open_manifest(plan.path)
     with progress("Building the model without its weights"):
         built = build(args.model or TRANSFORMERS, manifest, registry)
-    return load(plan, built.model, as_json=args.json)
+    return load(plan, built.model, as_json=args.json, offload=offload)
 
 
-def load(plan: Plan, model: torch.nn.Module, *, as_json: bool) -> Exit:
+def load(plan: Plan, model: torch.nn.Module, *, as_json: bool, offload: Mapping[str, Any]) -> Exit:
     """Execute *plan* and report; UNUSABLE, with the reason on standard error, if that fails."""
     from modelquirks.planner.execution.execute import ExecutionError
 
     try:
         with progress("Loading"):
-            loaded = plan.load_into(model)
+            loaded = plan.load_into(model, **offload)
     except (PlanError, ExecutionError) as error:
         if as_json:
             write_json({**plan.to_json(), "loaded": None}, sys.stdout)

@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,12 +14,14 @@ from modelquirks.planner.checkpoint.open import open_manifest
 from modelquirks.planner.cli.command import CallError, Exit
 from modelquirks.planner.cli.inspect import note_unreadable
 from modelquirks.planner.cli.model import TRANSFORMERS, Built, add_model, build
+from modelquirks.planner.cli.offload import add_offload, offload_options
 from modelquirks.planner.cli.plugins import add_no_plugin, load_registry
 from modelquirks.planner.cli.report import write_json
 from modelquirks.planner.cli.report_plan import show_plan, show_verdict
-from modelquirks.planner.cli.terminal import Terminal, note, progress
+from modelquirks.planner.cli.terminal import Terminal, progress
 from modelquirks.planner.dispatcher import Dispatcher
 from modelquirks.planner.dtypes import from_torch
+from modelquirks.planner.finding import Finding
 from modelquirks.planner.placement.memory import Device, parse_max_memory
 from modelquirks.planner.placement.solve import POLICIES
 from modelquirks.planner.plan import Plan
@@ -64,10 +67,11 @@ def _add_placing(parser: argparse.ArgumentParser) -> None:
         "--dtype", type=_checked(_dtype), help="of floating-point weights; 'auto': as stored"
     )
     group.add_argument(
-        "--offload-folder",
-        metavar="DIR",
-        help="accepted as in accelerate, and not needed: weights on disk stay in their files",
+        "--dequantize",
+        action="store_true",
+        help="make plain weights of packed ones, where the model's modules want those",
     )
+    add_offload(group)
 
 
 def _add_naming(parser: argparse.ArgumentParser) -> None:
@@ -97,6 +101,7 @@ def _add_naming(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> Exit:
     """Plan, report, and without ``--dry-run`` load."""
+    offload = offload_options(args)
     registry = load_registry(args)
     with progress("Reading headers"):
         manifest = open_manifest(args.checkpoint)
@@ -105,8 +110,8 @@ def run(args: argparse.Namespace) -> Exit:
         plan = _planned(args, manifest, registry, built)
     if args.output is not None:
         plan.save(args.output)
-    if args.offload_folder:
-        note("hint", "--offload-folder is not needed: weights on disk stay in their files")
+    if args.materialize and plan.ok:
+        plan = replace(plan, findings=(*plan.findings, _foreseen(plan, built, args.offload_folder)))
     code = verdict(plan)
     loads = built is not None and not args.dry_run and code is Exit.USABLE
     out = Terminal(sys.stdout)
@@ -115,7 +120,7 @@ def run(args: argparse.Namespace) -> Exit:
     if built is not None and loads:
         from modelquirks.planner.cli.execute import load
 
-        return load(plan, built.model, as_json=args.json)
+        return load(plan, built.model, as_json=args.json, offload=offload)
     if args.json:
         write_json(plan.to_json(), sys.stdout)
     else:
@@ -161,7 +166,18 @@ def _planned(
         no_quirks=args.no_quirk,
         allow_missing=args.allow_missing,
         min_coverage=args.min_coverage,
+        dequantize=args.dequantize,
     )
+
+
+def _foreseen(plan: Plan, built: Built | None, folder: str) -> Finding:
+    """Return what ``--materialize`` would write, or why that is not known."""
+    if built is None:
+        text = "what --materialize would write is not known without a model: name one with --model"
+        return Finding("materialize", "info", text)
+    from modelquirks.planner.execution.perform import foresee
+
+    return foresee(plan, _skeleton(built), folder)
 
 
 def _skeleton(built: Built) -> Skeleton:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import product
-from typing import Any
+from functools import lru_cache
+from itertools import groupby, islice, product, repeat
+from typing import Any, NamedTuple
 
 from modelquirks.planner.finding import shown
-from modelquirks.planner.mapping.logical import Logical, matching, renumbered, with_slots
+from modelquirks.planner.mapping.logical import Logical, Members, matching, renumbered, with_slots
 from modelquirks.planner.mapping.packs import Broken
 from modelquirks.quirks.pattern import Pattern
 from modelquirks.quirks.recipe import (
@@ -22,31 +24,37 @@ from modelquirks.quirks.recipe import (
     Opaque,
     Part,
     RecipeError,
+    Reshape,
     Select,
     Slice,
     Source,
     Split,
     Stack,
+    View,
     children,
     mapped,
     sources,
 )
 from modelquirks.quirks.record import Convert, ModelQuirks
-from modelquirks.quirks.resolve import Resolution
 
 __all__ = ["bound", "find_conversions", "rule_text", "selects", "size_of"]
 
 Index = tuple[int, ...]
 
+_TEXT_PARTS = ("text_config", "llm_config")
+"""Where config.json of a model of several parts has the sizes of the language model."""
+
 
 def find_conversions(
-    pieces: Sequence[Logical], resolution: Resolution, config: Mapping[str, Any]
+    pieces: Sequence[Logical],
+    rules: Iterable[tuple[ModelQuirks, Sequence[Convert]]],
+    config: Mapping[str, Any],
 ) -> tuple[list[Logical], list[Broken]]:
-    """Return what the conversions of the applied records can make, and what lacks a source."""
+    """Return what the conversions of each record can make, and what lacks a source."""
     made: list[Logical] = []
     broken: list[Broken] = []
-    for record in resolution.records():
-        for convert in record.conversions:
+    for record, conversions in rules:
+        for convert in conversions:
             if selects(convert.recipe):
                 continue
             for target in _targets(pieces, convert.target, convert.recipe).values():
@@ -67,6 +75,8 @@ class _Leaf:
     """Indices of the target → indices of the stacks → piece, and its node over both."""
     sizes: dict[str, int] = field(default_factory=dict)
     """How many values each stack variable has here: one more than the largest seen."""
+    pieces: int = 0
+    """From how many pieces."""
 
     def collect(self, piece: Logical, outer_slots: Sequence[int], index: Mapping[str, str]) -> None:
         """Enter the members of *piece*, by the target's and the stacks' indices.
@@ -81,16 +91,19 @@ class _Leaf:
             if isinstance(slot, int):
                 texts[slot] = f"{{{name}}}"
         found = (piece, with_slots(piece.node, texts))
-        inners: set[Index] = set()
-        for member in piece.members:
-            outer = tuple([member[slot] for slot in outer_slots])
-            inner = tuple([member[s] if isinstance(s, int) else int(s) for s in inner_slots])
+        self.pieces += 1
+        rows = _rows(piece.members, tuple(outer_slots), tuple(inner_slots))
+        for outer, inners in rows.runs:
+            there = self.found.setdefault(outer, {})
             # Stored twice: the first one counts, as everywhere; the account tells of the other.
-            self.found.setdefault(outer, {}).setdefault(inner, found)
-            inners.add(inner)
-        for position, name in enumerate(self.over):
-            size = 1 + max(inner[position] for inner in inners)
+            there |= {**dict.fromkeys(inners, found), **there}
+        for name, size in zip(self.over, rows.sizes, strict=True):
             self.sizes[name] = max(self.sizes.get(name, 0), size)
+
+    def pieces_of(self, outer: Index) -> Iterable[Logical]:
+        """Return the pieces that are found for *outer*; some may be named more than once."""
+        found = self.found[outer].values()
+        return (piece for piece, _ in (islice(found, 1) if self.pieces == 1 else found))
 
     def lacking(self, outer: Index, counts: Mapping[str, int]) -> list[Index] | None:
         """Return the stacks' indices that *outer* lacks; None: nobody knows how many."""
@@ -104,7 +117,7 @@ class _Leaf:
 
     def is_scattered(self) -> bool:
         """Tell whether some stack has its elements under several namings."""
-        for found in self.found.values() if self.over else ():
+        for found in self.found.values() if self.over and self.pieces > 1 else ():
             nodes = {id(node): node for _, node in found.values()}  # mostly one: hash few of them
             if len(set(nodes.values())) > 1:
                 return True
@@ -153,9 +166,10 @@ class _Target:
                 node = self._made(outer, counts, config)
             except RecipeError as error:
                 name, parts = self.name.format(*outer), tuple(self._parts(outer))
-                broken.append(Broken(name, str(error), record.name, reforms, parts))
+                whole = all(leaf.lacking(outer, counts) == [] for leaf in self.leaves)
+                broken.append(Broken(name, str(error), record.name, reforms, parts, whole))
                 continue
-            found = (piece for leaf in self.leaves for piece, _ in leaf.found[outer].values())
+            found = (piece for leaf in self.leaves for piece in leaf.pieces_of(outer))
             used = [q for piece in dict.fromkeys(found) for q in piece.quirks]
             quirks = tuple(dict.fromkeys([*used, record.name]))
             alike.setdefault((node, quirks), []).append(outer)
@@ -194,6 +208,33 @@ class _Target:
                 yield example.name.format(*outer, **env)
             elif found is not None:
                 yield leaf.pattern.fill(replace(found, index={**found.index, **env}))
+
+
+class _Rows(NamedTuple):
+    """The members of a piece, by the target that they are for."""
+
+    runs: Sequence[tuple[Index, Sequence[Index]]]
+    """Indices of a target, and those of the stacks; a target may come more than once."""
+    sizes: Sequence[int]
+    """One more than the largest index of each stack."""
+
+
+@lru_cache(maxsize=4)  # companions have the very same members
+def _rows(members: Members, outer: tuple[int, ...], inner: tuple[int | str, ...]) -> _Rows:
+    """Return *members* by their slots *outer*, with those that are *inner*.
+
+    A text among these is an index that all have.
+    """
+    columns = [*zip(*members, strict=True)]
+    stacks = [columns[s] if isinstance(s, int) else (int(s),) * len(members) for s in inner]
+    inners = [*zip(*stacks, strict=True)] if inner else [()] * len(members)
+    outers = zip(*(columns[s] for s in outer), strict=True) if outer else repeat((), len(members))
+    runs: list[tuple[Index, Sequence[Index]]] = []
+    end = 0
+    for index, run in groupby(outers):
+        begin, end = end, end + len([*run])
+        runs.append((index, inners[begin:end]))
+    return _Rows(runs, [1 + max(column) for column in stacks])
 
 
 def _slot(text: str) -> int | str:
@@ -249,6 +290,8 @@ def bound(
                 bounds = [size_of(size, config) for size in sizes]
                 start = sum(bounds[:part])
                 return Slice(bind(of), dim, start, start + bounds[part])
+            case View(of, sizes):
+                return Reshape(bind(of), tuple(size_of(size, config) for size in sizes))
             case Concat(of) | Interleave(of) | Opaque(_, of):
                 return replace(node, of=tuple(map(bind, of)))
             case Dequantize(_, parts):
@@ -291,22 +334,36 @@ def _scopes(node: Node, over: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...]
 
 
 def size_of(size: int | str, config: Mapping[str, Any]) -> int:
-    """Return a split size: a number, or a product of integer fields of config.json.
+    """Return a size in a rule: a number, or an expression in integer fields of config.json.
+
+    A field that the whole does not have is looked for in its text part.
 
     >>> size_of("num_attention_heads*head_dim", {"num_attention_heads": 64, "head_dim": 64})
     4096
+    >>> size_of("hidden_size/2", {"vocab_size": 99, "text_config": {"hidden_size": 64}})
+    32
     """
     if isinstance(size, int):
         return size
-    values: list[int] = []
-    for name in size.split("*"):
-        value = config.get(name)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-            raise RecipeError(
-                f"config.json has no integer {name!r}, which the split into {size!r} needs"
-            )
-        values.append(value)
-    return math.prod(values)
+    value = 1
+    for sign, text in re.findall(r"([*/]?)([^*/]+)", size):
+        factor = _factor(text, size, config)
+        if sign == "/" and (factor == 0 or value % factor):
+            raise RecipeError(f"config.json: {value} is no multiple of {text!r}, as {size!r} needs")
+        value = value // factor if sign == "/" else value * factor
+    return value
+
+
+def _factor(text: str, size: str, config: Mapping[str, Any]) -> int:
+    if text.isdecimal():
+        return int(text)
+    for prefix in ("", *(f"{part}." for part in _TEXT_PARTS)):
+        value: Any = config
+        for name in f"{prefix}{text}".split("."):
+            value = value.get(name) if isinstance(value, Mapping) else None
+        if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+            return value
+    raise RecipeError(f"config.json has no integer {text!r}, which the size {size!r} needs")
 
 
 def rule_text(convert: Convert) -> str:

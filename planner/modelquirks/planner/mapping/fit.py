@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from modelquirks.planner.dtypes import BITS, is_cast, is_float
+from modelquirks.planner.finding import shown
 from modelquirks.planner.mapping.recipes import Env, concrete, stored_names
 from modelquirks.planner.model.skeleton import ModelTensor, Skeleton
 from modelquirks.planner.names import module_word
+from modelquirks.quirks.nodetypes import infer
 from modelquirks.quirks.pattern import Pattern
 from modelquirks.quirks.recipe import (
     Cast,
@@ -24,7 +26,6 @@ from modelquirks.quirks.recipe import (
     Stack,
     TensorType,
     children,
-    infer,
     sources,
 )
 
@@ -119,6 +120,12 @@ def fit(
     plain = _plain(node, made.dtype, tensor.dtype)
     planned = rule.planned(tensor, plain, unpacked=scheme is not None)
     shape = made.shape or tensor.shape
+    if scheme is not None and BITS[planned] < 16:
+        problem = (
+            f"stored packed ({scheme}) as {shown(list(stored_names(node, env)), 4)}, and the model "
+            f"wants {planned} values under this name, but has no place for what belongs to them"
+        )
+        return Fit(None, made, problem, scheme=scheme)
     if made.dtype is None:
         return Fit(_cast(node, planned), TensorType(planned, shape), "", "", scheme, taken)
     if problem := _dtype_problem(made.dtype, planned):

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import NamedTuple
 
-from modelquirks.planner.checkpoint.manifest import Manifest
+from modelquirks.planner.checkpoint.manifest import Manifest, StoredTensor
 from modelquirks.planner.finding import Finding, shown
 from modelquirks.planner.mapping.audit import ModelClass
 from modelquirks.planner.mapping.fit import DtypeRule, Fit, fit, is_made, leaf_types
@@ -14,7 +15,12 @@ from modelquirks.planner.mapping.logical import Logical
 from modelquirks.planner.mapping.offers import Offer
 from modelquirks.planner.mapping.recipes import concrete
 from modelquirks.planner.model.skeleton import ModelTensor
-from modelquirks.quirks.recipe import RecipeError, Scheme, TensorType, infer
+from modelquirks.quirks.nodetypes import infer
+from modelquirks.quirks.recipe import (
+    RecipeError,
+    Scheme,
+    TensorType,
+)
 
 __all__ = ["Judge", "Judged", "Verdict", "conflicts"]
 
@@ -88,12 +94,17 @@ class Judge:
 
     def type_of(self, stored: str) -> TensorType:
         """Return the type of a stored tensor."""
-        tensor = self.manifest.tensors[stored]
+        tensor = self._stored[stored]
         return TensorType(tensor.dtype, tensor.shape)
+
+    @cached_property
+    def _stored(self) -> Mapping[str, StoredTensor]:
+        """The stored tensors, as fast to look up as can be."""
+        return dict(self.manifest.tensors.items())
 
     def judged(self, tensor: ModelTensor, offer: Offer) -> Judged:
         """Return how *offer* serves *tensor*."""
-        reads = tuple(offer.reads())
+        reads = (tensor.name,) if offer.logical.is_stored_so else tuple(offer.reads())
         key = self._key(tensor, offer, reads)
         if (known := self._known.get(key)) is not None:
             return Judged(offer, *known, reads)
@@ -147,5 +158,5 @@ class Judge:
             tensor.shape,
             free and tensor.name not in self.dtype.companions,
             free,
-            tuple([self.manifest.tensors[name][2:4] for name in reads]),  # dtype, shape
+            tuple([self._stored[name][2:4] for name in reads]),  # dtype, shape
         )

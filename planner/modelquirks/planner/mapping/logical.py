@@ -11,6 +11,7 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import starmap
 from typing import NamedTuple
 
 from modelquirks.quirks.pattern import Binding, Pattern
@@ -66,7 +67,7 @@ class Logical:
     @cached_property
     def names(self) -> tuple[str, ...]:
         """The concrete name of each member."""
-        return tuple(self.name.format(*member) for member in self.members)
+        return tuple(starmap(self.name.format, self.members))
 
     @cached_property
     def bound(self) -> Bound:
@@ -79,21 +80,32 @@ class Logical:
         target = _SLOT.sub(lambda m: texts[int(m.group(1))], self.name)
         return Bound(target, with_slots(self.node, texts), variables)
 
+    @cached_property
+    def is_stored_so(self) -> bool:
+        """Whether each member is the stored tensor of its own name."""
+        return isinstance(self.node, Source) and self.node.name == self.name
+
     def items(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Yield each concrete name with its indices."""
         return zip(self.names, self.members, strict=True)
 
     def stored_as(self) -> Iterator[tuple[str, str]]:
         """Yield each (stored name, logical name) of a piece that is one stored tensor."""
+        return zip(self.stored_names, self.names, strict=True)
+
+    @cached_property
+    def stored_names(self) -> tuple[str, ...]:
+        """The stored name of each member of a piece that is one stored tensor."""
         if not isinstance(self.node, Source):
             raise TypeError(f"{self.name!r} is made, not stored")
-        if self.node.name == self.name:
-            return zip(self.names, self.names, strict=True)
-        stored = (self.node.name.format(*member) for member in self.members)
-        return zip(stored, self.names, strict=True)
+        if self.is_stored_so:
+            return self.names
+        return tuple(starmap(self.node.name.format, self.members))
 
     def without(self, names: Collection[str]) -> Logical:
         """Return the members that are not called by one of *names*."""
+        if not names:
+            return self
         kept = tuple(member for name, member in self.items() if name not in names)
         return self if len(kept) == len(self.members) else replace(self, members=kept)
 
@@ -147,13 +159,18 @@ def from_renamed(piece: Renamed) -> Logical:
     first = members[0] if members else ()
     texts = {slot: str(value) for slot, value in enumerate(first)}
     texts |= {slot: f"{{{position}}}" for position, slot in enumerate(old)}
-    return Logical(
+    renamed = Logical(
         name=name,
         node=with_slots(Source(piece.family.template), texts),
-        members=tuple(tuple(m[slot] for slot in old) for m in members),
+        members=members
+        if old == [*range(len(first))]
+        else tuple(tuple(m[slot] for slot in old) for m in members),
         rule="; ".join(step.rule for step in piece.steps),
         quirks=tuple(dict.fromkeys(step.quirk for step in piece.steps)),
     )
+    if piece.members is None:
+        vars(renamed)["stored_names"] = piece.family.names
+    return renamed
 
 
 def restricted(piece: Logical, fixed: Mapping[int, int]) -> Logical:

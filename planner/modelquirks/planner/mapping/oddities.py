@@ -16,16 +16,34 @@ __all__ = ["oddities"]
 
 
 def oddities(
-    judged: Mapping[str, Judged], manifest: Manifest, unexpected: Iterable[str]
+    judged: Mapping[str, Judged],
+    manifest: Manifest,
+    unexpected: Iterable[str],
+    *,
+    dequantize: bool,
 ) -> Iterator[Finding]:
     """Yield what people should know about the tensors that arrive.
 
-    *unexpected* are the stored tensors that nothing reads.
+    *unexpected* are the stored tensors that nothing reads. *dequantize*: packed weights may
+    become plain ones.
     """
     arriving = [found for found in judged.values() if found.fit.node is not None]
     yield from _partly_used(arriving)
-    yield from _dequantized(arriving, manifest)
-    yield from _unscaled(arriving, manifest, unexpected)
+    yield from _dequantized(arriving, manifest, allowed=dequantize)
+    left = list(unexpected)
+    yield from _unscaled(arriving, manifest, left)
+    yield from _adapter(left)
+
+
+def _adapter(unexpected: Sequence[str]) -> Iterator[Finding]:
+    """Yield a warning if an adapter lies beside the weights that it belongs to."""
+    names = [name for name in unexpected if ".lora_A." in name or ".lora_B." in name]
+    if names:
+        text = (
+            f"{len(names)} tensors of a LoRA adapter are not loaded, so the model computes without "
+            f"it: {shown(names, 3)}. Merge it into the weights first, or load it with PEFT"
+        )
+        yield Finding("adapter-left-out", "warning", text)
 
 
 def _partly_used(arriving: Sequence[Judged]) -> Iterator[Finding]:
@@ -57,26 +75,38 @@ def _gaps(parts: Iterable[tuple[int, int]], size: int) -> list[tuple[int, int]]:
     return gaps
 
 
-def _dequantized(arriving: Sequence[Judged], manifest: Manifest) -> Iterator[Finding]:
-    """Yield what it costs to make packed weights plain, by scheme."""
+def _dequantized(
+    arriving: Sequence[Judged], manifest: Manifest, *, allowed: bool
+) -> Iterator[Finding]:
+    """Yield what it costs to make packed weights plain, by scheme; an error unless *allowed*."""
     packed: dict[str, list[Judged]] = {}
     for found in arriving:
         if found.fit.scheme is not None:
             packed.setdefault(found.fit.scheme, []).append(found)
     for scheme, weights in packed.items():
         reads = dict.fromkeys(stored for found in weights for stored in found.reads)
-        sizes = [manifest.tensors[stored].nbytes for stored in reads]
+        sizes = [*map(manifest.sizes.__getitem__, reads)]
         known = [size for size in sizes if size is not None]
         stored_bytes = "a number of bytes that the index does not tell"
         if len(known) == len(sizes):
             stored_bytes = f"{sum(known):,} bytes"
         types = [found.fit.type for found in weights]
         plain = sum(nbytes(t.dtype, t.shape) for t in types if t.dtype and t.shape is not None)
+        sizes_told = f"{stored_bytes} stored, {plain:,} bytes once loaded"
+        if allowed:
+            text = (
+                f"{len(weights)} packed weights ({scheme}) become plain weights, because the "
+                f"model's modules want those: {sizes_told}"
+            )
+            yield Finding("dequantized", "info", text)
+            continue
+        names = shown([found.offer.name for found in weights], 3)
         text = (
-            f"{len(weights)} packed weights ({scheme}) become plain weights, because the model's "
-            f"modules want those: {stored_bytes} stored, {plain:,} bytes once loaded"
+            f"{len(weights)} of the model's weights are stored packed ({scheme}) and wanted plain: "
+            f"{names}; {sizes_told}. Ask for that with --dequantize (in Python: dequantize=True), "
+            "or give a model that keeps them packed"
         )
-        yield Finding("dequantized", "info", text)
+        yield Finding("packed-into-plain", "error", text)
 
 
 def _unscaled(

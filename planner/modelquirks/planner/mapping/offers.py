@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
 from modelquirks.planner.mapping.conversions import find_conversions, selects
-from modelquirks.planner.mapping.logical import Logical, from_renamed
+from modelquirks.planner.mapping.fit import Types
+from modelquirks.planner.mapping.logical import Logical, from_renamed, slots
 from modelquirks.planner.mapping.packs import Broken, Packed, asker, find_packs
 from modelquirks.planner.mapping.recipes import Env, stored_names
 from modelquirks.planner.mapping.selections import find_selections
-from modelquirks.quirks.family import group
-from modelquirks.quirks.recipe import Scheme
-from modelquirks.quirks.resolve import Resolution
+from modelquirks.quirks.family import Family, group
+from modelquirks.quirks.nodetypes import infer
+from modelquirks.quirks.recipe import (
+    RecipeError,
+    Scheme,
+    Source,
+    TensorType,
+)
+from modelquirks.quirks.record import Convert, ModelQuirks
+from modelquirks.quirks.resolve import Renamed, Resolution
 
 __all__ = ["Offer", "Offers", "find_offers"]
 
@@ -26,12 +34,19 @@ class Offer(NamedTuple):
     member: tuple[int, ...]
 
     @property
+    def name(self) -> str:
+        """The name in the model."""
+        return self.logical.name.format(*self.member)
+
+    @property
     def env(self) -> Env:
         """The values of the variables of the piece."""
         return dict(zip(self.logical.bound.variables, self.member, strict=True))
 
     def reads(self) -> Iterator[str]:
         """Yield the names of the stored tensors that it is made from."""
+        if isinstance(node := self.logical.node, Source):
+            return iter((node.name.format(*self.member),))
         return stored_names(self.logical.bound.node, self.env)
 
 
@@ -98,13 +113,13 @@ class _Collector:
     rivals: dict[str, list[Offer]] = field(default_factory=dict)
 
     def add(self, logical: Logical, skip: Collection[str] = ()) -> None:
+        wanted, best = self.wanted, self.best
         for name, member in logical.items():
-            if name in skip or (self.wanted and name not in self.wanted):
+            if name in skip or (wanted and name not in wanted):
                 continue
-            if name in self.best:
-                self.rivals.setdefault(name, []).append(Offer(logical, member))
-            else:
-                self.best[name] = Offer(logical, member)
+            offer = Offer(logical, member)
+            if best.setdefault(name, offer) is not offer:
+                self.rivals.setdefault(name, []).append(offer)
 
 
 def find_offers(
@@ -112,11 +127,15 @@ def find_offers(
     config: Mapping[str, Any],
     wanted: Collection[str],
     schemes: Mapping[str, Scheme],
+    types: Types = lambda stored: TensorType(None, None),
 ) -> Offers:
     """Return what the checkpoint can provide under *resolution*.
 
+    *types*, of stored tensors, are for the rules of a library.
+
     A stored tensor under the model's own name comes before a packed weight, and that before a
-    conversion, except for one that gives a stored tensor another form under its own name. A part
+    conversion, except for one that gives a stored tensor another form under its own name. What the
+    library of the model converts, no other record does. A part
     of a pack that bears the weight's own name (``weight`` beside ``weight_scale_inv``) is
     offered as it lies only to a model that wants all the companions.
     """
@@ -125,7 +144,13 @@ def find_offers(
     codes = _codes(packs, wanted)
     plain = [piece.without(codes) for piece in direct]
     pool = [piece for piece in plain if piece.members] + [p.weight for p in packs]
-    made, lacking = find_conversions(pool, resolution, config)
+    made, lacking = find_conversions(pool, _library_rules(resolution, pool, schemes, types), config)
+    others = [(record, record.conversions) for record in resolution.records()]
+    by_others, more = find_conversions(pool, others, config)
+    served = {name for piece in made for name in piece.names}
+    by_others = [_as_the_library_calls_it(piece, resolution, wanted) for piece in by_others]
+    made += [rest for piece in by_others if (rest := piece.without(served)).members]
+    lacking += [broken for broken in more if broken.name not in served]
     if any(selects(c.recipe) for record in resolution.records() for c in record.conversions):
         made += find_selections(pool, resolution, config, group(wanted))
     return Offers(
@@ -136,6 +161,45 @@ def find_offers(
         unreadable=codes | {b.name for b in lacking if b.reforms},
         broken={b.name: b for b in (*broken, *lacking)},
     )
+
+
+def _as_the_library_calls_it(
+    piece: Logical, resolution: Resolution, wanted: Collection[str]
+) -> Logical:
+    """Return what a record's rule made under the library's name, if its own is not wanted."""
+    if resolution.library is None or piece.names[0] in wanted:
+        return piece
+    family = Renamed(Family(piece.name, piece.names), piece.name)
+    taken = resolution.library.named([family], {}).taken
+    if len(taken) != 1 or taken[0].members is not None or slots(taken[0].name) != slots(piece.name):
+        return piece
+    return replace(piece, name=taken[0].name)
+
+
+def _library_rules(
+    resolution: Resolution, pool: Sequence[Logical], schemes: Mapping[str, Scheme], types: Types
+) -> Iterator[tuple[ModelQuirks, Sequence[Convert]]]:
+    """Yield the conversions of the library that the model comes from."""
+    if (library := resolution.library) is not None:
+        offered = {
+            name: type_ for piece in pool for name, type_ in _typed(piece, schemes, types).items()
+        }
+        yield library.record, library.conversions(offered)
+
+
+def _typed(piece: Logical, schemes: Mapping[str, Scheme], types: Types) -> Mapping[str, TensorType]:
+    """Return the type of each member of *piece*, as far as headers tell."""
+    if isinstance(piece.node, Source):
+        return {name: types(stored) for stored, name in piece.stored_as()}
+    found: dict[str, TensorType] = {}
+    _, node, variables = piece.bound
+    for name, member in piece.items():
+        env = dict(zip(variables, member, strict=True))
+        try:
+            found[name] = infer(node, lambda text: types(text.format_map(env)), schemes)  # noqa: B023
+        except RecipeError:
+            found[name] = TensorType(None, None)
+    return found
 
 
 def _codes(packs: Sequence[Packed], wanted: Collection[str]) -> frozenset[str]:

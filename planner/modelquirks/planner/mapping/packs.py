@@ -38,6 +38,8 @@ class Broken(NamedTuple):
     """It is stored under its own name, but not in the form of the model."""
     parts: tuple[str, ...] = ()
     """Stored names of those of its sources that are there."""
+    whole: bool = False
+    """All its sources are there: what config.json tells does not do for the rule."""
 
 
 @dataclass(frozen=True)
@@ -59,11 +61,22 @@ class Packed:
 def asker(schemes: Mapping[str, Scheme], config: Mapping[str, Any]) -> Ask:
     """Return how to ask the schemes what *config* says of a weight."""
 
+    same: dict[str, tuple[tuple[str, Setting], ...]] = {}
+
     def ask(scheme: str, weight: str) -> tuple[tuple[str, Setting], ...]:
+        if scheme in same:
+            return same[scheme]
         known = schemes.get(scheme)
-        return () if known is None else tuple(sorted(known.settings(config, weight).items()))
+        found = () if known is None else tuple(sorted(known.settings(config, weight).items()))
+        if known is None or not getattr(known, "varies", _always)(config):
+            same[scheme] = found
+        return found
 
     return ask
+
+
+def _always(config: Mapping[str, Any]) -> bool:
+    return True
 
 
 def find_packs(
@@ -81,6 +94,9 @@ def find_packs(
                 complete, lacking = _join(group, pack, record)
                 found += complete
                 broken += lacking
+    if broken:  # what lacks a companion of one packing may have all of another
+        whole = {name for packed in found for name in packed.weight.names}
+        broken = [b for b in broken if b.name not in whole]
     if ask is not None:
         return _with_settings(found, broken, ask)
     return found, broken
@@ -113,7 +129,9 @@ def _settled(
         return replace(node, settings=settings) if isinstance(node, Dequantize) else node
 
     weight = replace(packed.weight, node=mapped(packed.weight.node, change), members=members)
-    parts = tuple(replace(part, members=members) for part in packed.parts)
+    parts = packed.parts
+    if members != packed.weight.members:
+        parts = tuple(replace(part, members=members) for part in parts)
     return replace(packed, weight=weight, parts=parts)
 
 
@@ -146,6 +164,8 @@ def _join(group: _Group, pack: Pack, record: ModelQuirks) -> tuple[list[Packed],
     telling = [role for role, text in pack.parts if text != pack.weight and role in group.parts]
     if not telling:
         return [], []
+    if any(text == pack.weight and role not in group.parts for role, text in pack.parts):
+        return [], []  # a family without a weight of that name is packed otherwise, or missing
     if (alike := _alike(group, pack)) is not None:
         return [_packed(group.weight, pack, record, alike, alike[telling[0]].members)], []
     where: dict[str, dict[tuple[int, ...], Logical]] = {
@@ -198,7 +218,10 @@ def _packed(
     quirks = tuple(dict.fromkeys([*used, record.name]))
     return Packed(
         weight=Logical(weight, node, chosen, rule, quirks),
-        parts=tuple(Logical(p.name, p.node, chosen, p.rule, p.quirks) for p in parts.values()),
+        parts=tuple(
+            p if p.members == chosen else Logical(p.name, p.node, chosen, p.rule, p.quirks)
+            for p in parts.values()
+        ),
         scheme=pack.scheme,
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import starmap
 from typing import Any
 
 from modelquirks.quirks.recipe import (
@@ -20,9 +21,9 @@ from modelquirks.quirks.recipe import (
     Stack,
     TensorType,
     children,
-    from_json,
-    to_json,
+    sources,
 )
+from modelquirks.quirks.recipe_json import from_json, to_json
 
 __all__ = ["Env", "FamilyRecipe", "concrete", "is_direct", "stored_names"]
 
@@ -55,6 +56,14 @@ class FamilyRecipe:
         for member in self.members:
             env = dict(zip(self.variables, member, strict=True))
             yield self.target.format_map(env), env
+
+    def names(self) -> Iterator[str]:
+        """Yield the name of each model tensor that this recipe makes."""
+        names = [f"{{{number}}}" for number in range(len(self.variables))]
+        # Doubled, braces that a name really has outlive the first of two fillings.
+        doubled = self.target.replace("{{", "{{{{").replace("}}", "}}}}")
+        template = doubled.format_map(dict(zip(self.variables, names, strict=True)))
+        return starmap(template.format, self.members)
 
     def to_json(self) -> dict[str, Any]:
         """Return the recipe as plain data."""
@@ -104,9 +113,26 @@ def _names(node: Node, scope: dict[str, int]) -> list[str]:
     if isinstance(node, Source):
         return [node.name.format_map(scope)]
     if isinstance(node, Stack | Join):
-        values = range(node.count or 0)
-        return [name for i in values for name in _names(node.of, {**scope, node.over: i})]
+        return _repeated(node, scope)
     return [name for child in children(node) for name in _names(child, scope)]
+
+
+def _repeated(stack: Stack | Join, scope: Mapping[str, int]) -> list[str]:
+    """Return the names that the elements of *stack* are made from, one element after the other."""
+    inner = dict(scope)
+    names: list[str] = []
+    leaves = None if _repeats(stack.of) else [leaf.name for leaf in sources(stack.of)]
+    for value in range(stack.count or 0):
+        inner[stack.over] = value
+        if leaves is None:
+            names += _names(stack.of, inner)
+        else:
+            names += [leaf.format_map(inner) for leaf in leaves]
+    return names
+
+
+def _repeats(node: Node) -> bool:
+    return isinstance(node, Stack | Join) or any(map(_repeats, children(node)))
 
 
 def concrete(node: Node, env: Env) -> Node:

@@ -12,6 +12,7 @@ from modelquirks.planner.mapping.judge import Judged
 from modelquirks.planner.mapping.offers import Offers
 from modelquirks.quirks.pattern import Pattern
 from modelquirks.quirks.record import Expected
+from modelquirks.quirks.resolve import Resolution
 
 __all__ = ["StoredVerdict", "expected", "stored_verdicts"]
 
@@ -27,7 +28,7 @@ def stored_verdicts(
     manifest: Manifest,
     offers: Offers,
     judged: Mapping[str, Judged],
-    extra: Sequence[Expected],
+    resolution: Resolution,
     missing: Collection[str],
 ) -> dict[str, StoredVerdict]:
     """Return the class of every tensor of the checkpoint. *missing* are names of the model."""
@@ -44,10 +45,11 @@ def stored_verdicts(
         if broken.name in missing
         for part in broken.parts
     }
+    extra = _extra({name: called.get(name, name) for name in left}, resolution)
     for name in left:
         if name in rivals:
             verdicts[name] = StoredVerdict("duplicate", rivals[name])
-        elif why := expected(called.get(name, name), extra):
+        elif why := extra.get(name):
             verdicts[name] = StoredVerdict("extra", why)
         elif name in parts:
             reason = f"a part of {parts[name]!r}, which cannot be made"
@@ -55,6 +57,17 @@ def stored_verdicts(
         else:
             verdicts[name] = StoredVerdict("unexpected", "the model has no place for it")
     return verdicts
+
+
+def _extra(left: Mapping[str, str], resolution: Resolution) -> Mapping[str, str]:
+    """Return those of the *left* stored names, by their logical ones, that are no fault: why."""
+    rules = [e for record in resolution.records() for e in record.extra]
+    found = {name: why for name, called in left.items() if (why := expected(called, rules))}
+    if resolution.library is None:
+        return found
+    ignored = resolution.library.extra(left.values())
+    by_library = {name: ignored[called] for name, called in left.items() if called in ignored}
+    return {**by_library, **found}
 
 
 def expected(name: str, rules: Sequence[Expected]) -> str:

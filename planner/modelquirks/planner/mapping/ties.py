@@ -83,7 +83,7 @@ def tie_note(config: Mapping[str, object], templates: Collection[str]) -> Findin
     For a checkpoint without a model; None if it has no token embedding. *templates* are the
     logical names by family.
     """
-    heads = [t for t in templates if _module(t) in _HEADS]
+    heads = sorted((t for t in templates if _module(t) in _HEADS), key=lambda t: "weight" not in t)
     if not any(_module(t) in _EMBEDDINGS for t in templates):
         return None
     tied = flag(config, "tie_word_embeddings")
