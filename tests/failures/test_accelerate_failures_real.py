@@ -13,10 +13,9 @@ import transformers
 from accelerate import init_empty_weights
 from torch import nn
 
-from modelquirks.planner import Dispatcher, load_checkpoint_and_dispatch
+from modelquirks.planner import Dispatcher, PlanError, load_checkpoint_and_dispatch
 
 Theirs = Callable[..., Any]
-Refused = Callable[..., str]
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 CPU: dict[str, Any] = {"": "cpu"}
@@ -263,8 +262,8 @@ def test_what_is_right_with_accelerate_stays_right(saved: Saves, name: str, meta
 
 @pytest.mark.parametrize("meta", [True, False], ids=["meta", "real"])
 @pytest.mark.parametrize("name", OTHER_PREFIX)
-def test_the_former_prefix_is_refused_and_the_aliases_proposed_mend_it(
-    saved: Saves, theirs: Theirs, refused: Refused, name: str, meta: bool
+def test_the_former_prefix_loads_as_transformers_loads_it(
+    saved: Saves, theirs: Theirs, name: str, meta: bool
 ) -> None:
     """accelerate: 5 of 5 fail with the unnamed meta error, nearly all keys unmatched; a real model
     gets a warning and random weights (case 4).
@@ -278,11 +277,31 @@ def test_the_former_prefix_is_refused_and_the_aliases_proposed_mend_it(
         assert any("were not used" in text for text in said.warnings)
         assert not torch.equal(logits(said.model), source.logits)
 
-    first = next(name for name, _ in source.model.named_parameters())
-    message = refused(source.again(meta=meta), source.folder, device_map=CPU, naming=(first,))
-    aliases = re.findall(r"--alias '(\S+)'", message)
-    model = source.again(meta=meta)
-    plan = Dispatcher().plan(source.folder, model=model, device_map=CPU, aliases=aliases)
+    kind: Any = type(source.model)
+    state = kind.from_pretrained(source.folder).state_dict()
+    layer_on_disk = {"": "cpu", "model.language_model.layers.1": "disk"}
+    for device_map in (CPU, layer_on_disk):
+        model = source.again(meta=meta)
+        load_checkpoint_and_dispatch(model, source.folder, device_map=device_map)
+        assert torch.equal(logits(model), source.logits)
+        here = {n: tensor for n, tensor in model.state_dict().items() if not tensor.is_meta}
+        assert all(torch.equal(tensor, state[n]) for n, tensor in here.items())
+        assert here.keys() == state.keys() or device_map is layer_on_disk
+
+
+@pytest.mark.parametrize("name", OTHER_PREFIX)
+def test_without_transformers_own_rules_the_former_prefix_is_refused_and_the_aliases_mend_it(
+    saved: Saves, name: str
+) -> None:
+    source = saved(f"{name}ForConditionalGeneration", OTHER_PREFIX[name])
+    model = source.again(meta=True)
+    options: dict[str, Any] = {"device_map": CPU, "no_quirks": ["transformers"]}
+    refusal = Dispatcher().plan(source.folder, model=model, **options).refusal()
+    assert repr(next(name for name, _ in source.model.named_parameters())) in refusal
+    with pytest.raises(PlanError, match=re.escape(refusal)):
+        Dispatcher().plan(source.folder, model=model, **options).execute(model)
+    aliases = re.findall(r"--alias '(\S+)'", refusal)
+    plan = Dispatcher().plan(source.folder, model=model, aliases=aliases, **options)
     plan.execute(model)
     assert torch.equal(logits(model), source.logits)
     state = source.model.state_dict()
@@ -321,6 +340,10 @@ def test_packed_experts_of_gpt_oss_are_dequantised(
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             load_checkpoint_and_dispatch(
-                model, source.folder, device_map=device_map, dtype=torch.bfloat16
+                model,
+                source.folder,
+                device_map=device_map,
+                dtype=torch.bfloat16,
+                dequantize=True,
             )
         assert torch.equal(logits(model), source.logits)

@@ -136,6 +136,14 @@ def test_the_released_gpt_oss_has_the_modules_that_its_records_speak_of(manifest
     assert type(model.model.layers[0]).__name__ == "GptOssDecoderLayer"
 
 
+def test_numbers_that_json_does_not_have_are_read_as_transformers_writes_them() -> None:
+    limit = [0.0, {"__float__": "Infinity"}]
+    sizes = {"num_heads": 4, "head_dim": 4, "hidden_size": 8, "state_size": 4, "n_groups": 1}
+    config = {"model_type": "mamba2", "num_hidden_layers": 1, "vocab_size": 16, **sizes}
+    model = built({**config, "time_step_limit": limit})
+    assert list(model.config.time_step_limit) == [0.0, float("inf")]
+
+
 def test_sub_configs_are_made_plain_too() -> None:
     nested = {"text_config": {"hidden_size": 8, "quantization_config": {}, "auto_map": {}}}
     assert plugin._plain(nested) == {"text_config": {"hidden_size": 8}}

@@ -62,11 +62,23 @@ def modelquirks_model(config: Mapping[str, Any], folder: Path) -> Any:
 
 def _plain(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return a copy of *config* without what must not reach the model, sub-configs included."""
-    return {
-        key: _plain(value) if isinstance(value, dict) else value
-        for key, value in config.items()
-        if key not in _DROPPED
-    }
+    return {key: _decoded(value) for key, value in config.items() if key not in _DROPPED}
+
+
+def _decoded(value: Any) -> Any:
+    """Return a value of config.json with the numbers that JSON does not have.
+
+    transformers writes infinity as ``{"__float__": "Infinity"}`` (``_encode_special_floats``,
+    5.24).
+    """
+    if isinstance(value, list):
+        return [_decoded(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    tag = value.get("__float__")
+    if len(value) == 1 and tag in ("Infinity", "-Infinity", "NaN"):
+        return float(tag)
+    return _plain(value)
 
 
 def _known_type(config: Mapping[str, Any]) -> bool:
@@ -134,7 +146,20 @@ def _instance(model_class: Any, settings: Any) -> Any:
 
     with empty_weights():
         model = model_class._from_config(settings)
+    _give_computed_values(model)
     return model.eval()
+
+
+def _give_computed_values(model: Any) -> None:
+    """Compute the parameters that no checkpoint holds (sinusoidal positions), as they are made.
+
+    A checkpoint that has them all the same is loaded over them.
+    """
+    from modelquirks.plugins.bridge.computed import computable, computed
+
+    for name, value in computed(model, computable(model)).items():
+        path, _, leaf = name.rpartition(".")
+        model.get_submodule(path)._parameters[leaf] = value
 
 
 @contextmanager
