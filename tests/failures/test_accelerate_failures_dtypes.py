@@ -1,5 +1,6 @@
 """Dtypes, and weights that are packed or quantised."""
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,11 @@ from accelerate import init_empty_weights
 from accelerate.utils import compute_module_sizes
 from torch import nn
 
-from modelquirks.planner import Dispatcher, load_checkpoint_and_dispatch, skeleton_of
+from modelquirks.planner import (
+    Dispatcher,
+    load_checkpoint_and_dispatch,
+    skeleton_of,
+)
 
 NetMaker = Callable[..., nn.Module]
 Logits = Callable[[nn.Module], torch.Tensor]
@@ -143,8 +148,8 @@ def test_int8_codes_are_no_weights(
     point and complex dtype can require gradients", or int8 in a float ``Linear`` where nothing
     learns. Only the scale is reported, as not used (case 6).
     """
-    state = {WEIGHT: CODES, "proj.weight_scale": torch.rand(8, 1)}
-    save(state, tmp_path / "model.safetensors")
+    scale = torch.rand(8, 1)
+    save({WEIGHT: CODES, "proj.weight_scale": scale}, tmp_path / "model.safetensors")
     options: dict[str, Any] = {"device_map": CPU, "dtype": dtype}
     model = Proj().requires_grad_(learns)
     if dtype and learns:
@@ -154,40 +159,93 @@ def test_int8_codes_are_no_weights(
         said = theirs(model, str(tmp_path), **options)
         assert torch.equal(model.proj.weight.float(), CODES.float())
         assert not any(WEIGHT + "'" in text for text in said.warnings)
-    refused(Proj().requires_grad_(learns), tmp_path, naming=(WEIGHT,), **options)
+    message = refused(Proj().requires_grad_(learns), tmp_path, naming=(WEIGHT,), **options)
+    assert "packed (scaled)" in message and "96 bytes stored" in message
+    model = Proj().requires_grad_(learns)
+    load_checkpoint_and_dispatch(model, tmp_path, dequantize=True, **options)
+    assert torch.equal(model.proj.weight, (CODES * scale).to(dtype))
 
 
 @pytest.mark.parametrize("alone", [False, True], ids=["scale stored", "scale lost"])
 def test_int8_codes_are_no_weights_whether_or_not_a_scale_is_there(
     save: Save, tmp_path: Path, refused: Refused, alone: bool
 ) -> None:
-    """The row above with names that no known format has."""
+    """The row above with names that no known format has: there is no way out to ask for."""
     state = {WEIGHT: CODES, "proj.some_factor": torch.rand(8, 1)}
     without = ("proj.some_factor",) if alone else ()
     save(state, tmp_path / "model.safetensors", without=without)
-    refused(Proj(), tmp_path, device_map=CPU, naming=(WEIGHT,))
+    for dequantize in (False, True):
+        refused(Proj(), tmp_path, device_map=CPU, dequantize=dequantize, naming=(WEIGHT,))
 
 
+@pytest.fixture
+def fp8(save: Save, tmp_path: Path, theirs: Theirs) -> Callable[[torch.dtype, str], torch.Tensor]:
+    """Give the function that stores fp8 values and a scale of 0.5 under a name, and returns them.
+
+    It asserts what accelerate does with ``dtype=bfloat16``: the unscaled values are cast to bf16,
+    even where the module's own parameter is fp8; only the scale is reported, as not used (case 6).
+    """
+
+    def stored(wanted: torch.dtype, scale: str) -> torch.Tensor:
+        values = (torch.rand(8, 8) * 16).to(torch.float8_e4m3fn)
+        factor = torch.full((1, 1), 0.5)
+        save({WEIGHT: values, f"proj.{scale}": factor}, tmp_path / "model.safetensors")
+        model = Proj(wanted)
+        said = theirs(model, str(tmp_path), device_map=CPU, dtype=torch.bfloat16)
+        assert torch.equal(model.proj.weight, values.bfloat16())
+        assert not any(WEIGHT + "'" in text for text in said.warnings)
+        return values
+
+    return stored
+
+
+@pytest.mark.parametrize("dequantize", [False, True], ids=["", "dequantize"])
 @pytest.mark.parametrize("wanted", [torch.float32, torch.float8_e4m3fn], ids=["plain", "fp8"])
-@pytest.mark.parametrize("scale", ["weight_scale_inv", "weight_scale", "scale", "odd_factor_scale"])
+@pytest.mark.parametrize("scale", ["scale", "odd_factor_scale"])
 def test_fp8_values_are_not_taken_without_their_scale(
-    save: Save,
+    fp8: Callable[[torch.dtype, str], torch.Tensor],
     tmp_path: Path,
-    theirs: Theirs,
     refused: Refused,
     wanted: torch.dtype,
     scale: str,
+    dequantize: bool,
 ) -> None:
-    """accelerate, ``dtype=bfloat16``: the unscaled values are cast to bf16, even where the module's
-    own parameter is fp8; only the scale is reported, as not used (case 6).
-    """
-    values = (torch.rand(8, 8) * 16).to(torch.float8_e4m3fn)
-    save({WEIGHT: values, f"proj.{scale}": torch.full((1, 1), 0.5)}, tmp_path / "model.safetensors")
-    options: dict[str, Any] = {"device_map": CPU, "dtype": torch.bfloat16}
-    said = theirs(model := Proj(wanted), str(tmp_path), **options)
-    assert torch.equal(model.proj.weight, values.bfloat16())
-    assert not any(WEIGHT + "'" in text for text in said.warnings)
-    assert scale in refused(Proj(wanted), tmp_path, naming=(WEIGHT,), **options)
+    """Scales with names that no known format has: dequantising does not help either."""
+    fp8(wanted, scale)
+    options: dict[str, Any] = {"dtype": torch.bfloat16, "dequantize": dequantize}
+    message = refused(Proj(wanted), tmp_path, device_map=CPU, naming=(WEIGHT,), **options)
+    assert f"nothing reads 'proj.{scale}'" in message
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["no dtype", "bf16"])
+@pytest.mark.parametrize("scale", ["weight_scale_inv", "weight_scale"])
+def test_fp8_values_are_multiplied_by_their_scale_if_that_is_asked_for(
+    fp8: Callable[[torch.dtype, str], torch.Tensor],
+    tmp_path: Path,
+    refused: Refused,
+    scale: str,
+    dtype: torch.dtype | None,
+) -> None:
+    values = fp8(torch.float32, scale)
+    options: dict[str, Any] = {"device_map": CPU, "dtype": dtype}
+    message = refused(Proj(), tmp_path, naming=(WEIGHT,), **options)
+    plain = 64 * (2 if dtype else 4)
+    assert f"68 bytes stored, {plain} bytes once loaded" in message
+    model = Proj()
+    load_checkpoint_and_dispatch(model, tmp_path, dequantize=True, **options)
+    assert torch.equal(model.proj.weight, (values.float() * 0.5).to(dtype))
+
+
+@pytest.mark.parametrize("scale", ["weight_scale_inv", "weight_scale"])
+def test_fp8_module_without_a_place_for_the_scale_gets_no_values(
+    fp8: Callable[[torch.dtype, str], torch.Tensor], tmp_path: Path, refused: Refused, scale: str
+) -> None:
+    """It can neither take the scale nor hold the scaled values."""
+    fp8(wanted := torch.float8_e4m3fn, scale)
+    for dequantize in (False, True):
+        options = {"device_map": CPU, "dequantize": dequantize}
+        message = refused(Proj(wanted), tmp_path, naming=(WEIGHT,), **options)
+        assert re.search(rf"{WEIGHT}.*{scale}.*the model wants F8_E4M3", message)
 
 
 def test_fp8_values_that_have_no_scale_at_all_are_told_of(

@@ -11,13 +11,52 @@ import torch
 from modelquirks.planner.dtypes import from_torch
 from modelquirks.planner.execution.evaluate import evaluate
 from modelquirks.planner.mapping.offers import Offers, find_offers
-from modelquirks.plugins import gpt_oss, moe, packed, wrappers
+from modelquirks.plugins import (
+    auto_round,
+    awq,
+    bitsandbytes,
+    compressed_tensors,
+    eetq,
+    fp8,
+    gpt_oss,
+    gptq,
+    mlx,
+    moe,
+    nvfp4,
+    packed,
+    quark,
+    torchao,
+    wrappers,
+)
 from modelquirks.quirks import ModelQuirks, Origin, Registered, TensorType, group
+from modelquirks.quirks.recipe import Dequantize, Part, Scheme, Source
 from modelquirks.quirks.resolve import Facts, Resolution, resolve
 
 DATA = Path(__file__).parents[1] / "data" / "manifests"
-RECORDS = (*wrappers.RECORDS, *gpt_oss.RECORDS, *moe.RECORDS, *packed.RECORDS)
-SCHEMES = {scheme.name: scheme for scheme in gpt_oss.modelquirks_schemes()}
+PLUGINS = (
+    wrappers,
+    gpt_oss,
+    moe,
+    packed,
+    auto_round,
+    awq,
+    bitsandbytes,
+    gptq,
+    mlx,
+    compressed_tensors,
+    eetq,
+    fp8,
+    nvfp4,
+    quark,
+    torchao,
+)
+RECORDS = tuple(record for plugin in PLUGINS for record in plugin.RECORDS)
+SCHEMES = {
+    scheme.name: scheme
+    for plugin in PLUGINS
+    if (schemes := getattr(plugin, "modelquirks_schemes", None))
+    for scheme in schemes()
+}
 
 Config = Mapping[str, Any]
 
@@ -33,6 +72,12 @@ def resolution_of(
     registered = [Registered(record, Origin("ours")) for record in records]
     facts = Facts(config or {}, tuple(group(names).values()), container)
     return resolve(registered, facts, known=known)
+
+
+@pytest.fixture
+def shipped() -> tuple[ModelQuirks, ...]:
+    """Give every record that ships."""
+    return RECORDS
 
 
 @pytest.fixture
@@ -101,6 +146,36 @@ def loaded() -> Callable[..., dict[str, torch.Tensor]]:
                 node, best[name].env, read=read, types=types, schemes=SCHEMES, dtype=dtype
             )
         return made
+
+    return make
+
+
+@pytest.fixture
+def unpacked() -> Callable[..., torch.Tensor]:
+    """Give the function that makes a plain weight, or a region of it, of companions by role."""
+
+    def make(
+        scheme: Scheme,
+        parts: Mapping[str, torch.Tensor],
+        dtype: torch.dtype = torch.float32,
+        region: Any = None,
+        settings: Mapping[str, Any] | None = None,
+    ) -> torch.Tensor:
+        named = tuple(Part(role, Source(role)) for role in parts)
+        node = Dequantize(scheme.name, named, tuple(sorted((settings or {}).items())))
+
+        def read(name: str, part: Any) -> torch.Tensor:
+            return parts[name][tuple(slice(*bounds) for bounds in part or ())]
+
+        return evaluate(
+            node,
+            {},
+            read=read,
+            types=lambda name: TensorType(from_torch(parts[name].dtype), tuple(parts[name].shape)),
+            schemes={scheme.name: scheme},
+            region=region,
+            dtype=dtype,
+        )
 
     return make
 

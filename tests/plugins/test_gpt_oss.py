@@ -2,13 +2,17 @@
 
 import json
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import GptOssConfig, GptOssForCausalLM
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
+from modelquirks.planner import Dispatcher, PlanError, load_checkpoint_and_dispatch
+from modelquirks.planner.cli import main
 from modelquirks.planner.mapping.offers import Offers
 from modelquirks.planner.mapping.ties import tie_groups
 from modelquirks.planner.model.skeleton import ModelTensor, Skeleton
@@ -141,6 +145,52 @@ def test_blocks_and_scales_of_the_release_are_one_weight_each(
 def test_released_experts_have_the_values_of_transformers(model: Tensors, loaded: Loaded) -> None:
     stored, wanted = released(model)
     same(loaded(stored, wanted, CONFIG), wanted)
+
+
+@pytest.fixture
+def release(model: Tensors, tmp_path: Path) -> Path:
+    """Give a folder with the release of *model*."""
+    stored, _ = released(model)
+    save_file(stored, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    return tmp_path
+
+
+# Of the two layers: blocks of 16 bytes with a byte of scale for 32 values, of 2 bytes once plain.
+VALUES = LAYERS * E * (2 * I * H + H * I)
+BOTH_SIZES = f"{VALUES // 32 * 17:,} bytes stored, {VALUES * 2:,} bytes once loaded"
+
+
+def test_the_release_is_not_unpacked_into_a_plain_model_unasked(
+    model: Tensors, release: Path
+) -> None:
+    plain = GptOssForCausalLM(GptOssConfig(**CONFIG)).bfloat16()
+    before = {name: tensor.clone() for name, tensor in plain.state_dict().items()}
+    plan = Dispatcher().plan(release, model=plain, device_map={"": "cpu"})
+    (error,) = (f for f in plan.all_findings if f.severity == "error")
+    assert error.code == "packed-into-plain" and not plan.ok
+    assert BOTH_SIZES in error.message and "dequantize=True" in error.message
+    with pytest.raises(PlanError, match=BOTH_SIZES):
+        plan.execute(plain)
+    with pytest.raises(PlanError, match=BOTH_SIZES):
+        load_checkpoint_and_dispatch(plain, release, device_map={"": "cpu"})
+    same(plain.state_dict(), before)
+
+    load_checkpoint_and_dispatch(plain, release, device_map={"": "cpu"}, dequantize=True)
+    same(plain.state_dict(), released(model)[1])
+
+
+def test_the_command_line_wants_to_be_told_to_unpack(
+    release: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["plan", str(release), "--model", "transformers", "--max-memory", "cpu=1GiB"]
+    assert main(words) == 1
+    assert BOTH_SIZES in (said := " ".join(capsys.readouterr().out.split()))
+    assert "--dequantize" in said
+    assert main([*words, "--dequantize", "--json", "--dry-run"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    (note,) = (f for f in report["findings"] if f["code"] == "dequantized")
+    assert note["severity"] == "info" and BOTH_SIZES in note["message"]
 
 
 def test_a_module_that_keeps_packed_parameters_gets_them_as_they_are(

@@ -86,7 +86,11 @@ def test_with_the_plain_model_memory_is_that_of_plain_weights_untied(release: Pa
     """The config names no dtype: as in transformers, the first stored one counts (BF16)."""
     dispatcher = Dispatcher()
     model = dispatcher.model(release)
-    plan = dispatcher.plan(release, model=model, max_memory={0: "24GiB", "cpu": "64GiB"})
+    memory = {0: "24GiB", "cpu": "64GiB"}
+    refused = dispatcher.plan(release, model=model, max_memory=memory)
+    (reason,) = refused.problems
+    assert "10,152,345,600 bytes stored, 38,220,595,200 bytes once loaded" in reason
+    plan = dispatcher.plan(release, model=model, max_memory=memory, dequantize=True)
     assert plan.ok and plan.audit.coverage == 1.0
     assert plan.audit.by_class() == {"matched": 363, "made": 48, "used": 459}
     assert not plan.audit.ties and not plan.audit.unequal_ties

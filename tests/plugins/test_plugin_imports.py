@@ -2,9 +2,14 @@
 
 import subprocess
 import sys
+from importlib.metadata import entry_points
 
 HEAVY = ("torch", "transformers", "accelerate", "numpy", "safetensors", "modelquirks.planner")
-PLUGINS = ("gpt_oss", "moe", "packed", "transformers", "wrappers")
+PLUGINS = sorted(
+    entry.value
+    for entry in entry_points(group="modelquirks")
+    if entry.value.startswith("modelquirks.plugins.")
+)
 
 
 def test_importing_all_plugins_and_asking_for_records_imports_nothing_heavy() -> None:
@@ -13,7 +18,7 @@ import sys
 from importlib import import_module
 records = []
 for name in {PLUGINS!r}:
-    plugin = import_module(f"modelquirks.plugins.{{name}}")
+    plugin = import_module(name)
     records += getattr(plugin, "modelquirks_records", tuple)()
     list(getattr(plugin, "modelquirks_schemes", tuple)())
 assert len(records) == len({{record.name for record in records}}) > 40
