@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 import torch
 
 from modelquirks.planner.execution.loaditem import LoadItem
 from modelquirks.planner.execution.reader import Region
+from modelquirks.planner.execution.rowmajor import row_major
 from modelquirks.planner.finding import Finding, shown
 
 __all__ = ["bits_equal", "equal", "settle"]
@@ -56,7 +56,8 @@ def equal(one: LoadItem, other: LoadItem, make: Make) -> bool:
     """Tell whether two tensors are equal bit by bit as they would be loaded."""
     if (one.dtype, one.shape) != (other.dtype, other.shape):
         return False
-    return all(bits_equal(make(one, part), make(other, part)) for part in _parts(one.shape))
+    parts = row_major(one.shape, _CHUNK)
+    return all(bits_equal(make(one, part), make(other, part)) for part in parts)
 
 
 def bits_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -65,16 +66,6 @@ def bits_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
         return False
     first, second = (t.contiguous().reshape(-1).view(torch.uint8) for t in (one, other))
     return torch.equal(first, second)
-
-
-def _parts(shape: tuple[int, ...]) -> Iterator[Region]:
-    if not shape:
-        yield ()
-        return
-    size, *inner = shape
-    rows = max(1, _CHUNK // max(1, math.prod(inner)))
-    for start in range(0, size, rows):
-        yield ((start, min(size, start + rows)), *((0, n) for n in inner))
 
 
 def _equal_note(first: LoadItem, member: LoadItem) -> Finding:

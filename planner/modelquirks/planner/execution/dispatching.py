@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -52,7 +52,7 @@ def hand_over(
         "main_device": route.main_device,
         "offload_buffers": options.offload_buffers,
         "skip_keys": _listed(options.skip_keys),
-        "preload_module_classes": _listed(options.preload_module_classes),
+        "preload_module_classes": [*(options.preload_module_classes or ()), *_fused(model)],
         "force_hooks": options.force_hooks,
     }
     if route.hooked:
@@ -61,6 +61,10 @@ def hand_over(
         dispatch_model(model, dict(route.device_map), **arguments)
     _hook_loose(loose, route, weights, options)
     _make_removable(model)
+    if route.hooked:
+        from modelquirks.planner.execution.fetching import take_over
+
+        take_over(model)
     model.hf_device_map = dict(device_map)  # type: ignore[assignment]
 
 
@@ -126,6 +130,16 @@ def _hook_loose(
             skip_keys=_listed(options.skip_keys),
         )
         add_hook_to_module(module, hook)
+
+
+def _fused(model: nn.Module) -> Iterable[str]:
+    """Return the classes that compute otherwise unless they have the weights of all children.
+
+    They ask for plain tensors before they take their fused kernel (``torch.nn`` 2.13).
+    """
+    fused = nn.TransformerEncoderLayer
+    kinds = {type(module) for module in model.modules()}
+    return {k.__name__ for k in kinds if getattr(k, "forward", None) is fused.forward}
 
 
 def _make_removable(model: nn.Module) -> None:

@@ -17,6 +17,7 @@ import torch
 from modelquirks.planner.dtypes import from_torch, is_cast, to_torch
 from modelquirks.planner.execution.reader import Region
 from modelquirks.planner.execution.reshaping import runs
+from modelquirks.quirks.nodetypes import infer, settings_of
 from modelquirks.quirks.recipe import (
     Cast,
     Chunk,
@@ -39,8 +40,7 @@ from modelquirks.quirks.recipe import (
     Stack,
     TensorType,
     Transpose,
-    infer,
-    settings_of,
+    View,
     sources,
 )
 
@@ -229,8 +229,8 @@ class _Maker:
                 self._dequantize(out, node, env, region)
             case Opaque():
                 self._opaque(out, node, env, region)
-            case Split():
-                raise RecipeError("a split without sizes cannot be evaluated")
+            case Split() | View():
+                raise RecipeError("a node of a rule, without sizes, cannot be evaluated")
 
     def type_of(self, node: Node, env: Mapping[str, int]) -> Known:
         return _type(node, _FirstOfStack(env), self.types, self.schemes, self)
@@ -370,6 +370,7 @@ class _Maker:
         settings = settings_of(node, lambda packed: self.peek(packed, env))
         kinds = {role: self.type_of(of, env) for role, of in node.parts}
         types = {role: TensorType(*kind) for role, kind in kinds.items()}
+        settings = {**settings, **scheme.layout(types, settings)}
         for chunk in _chunks(region):
             regions = scheme.regions(chunk, types, settings)
             parts: dict[str, torch.Tensor] = {}

@@ -22,22 +22,24 @@ from modelquirks.planner.execution.copies import equal, settle
 from modelquirks.planner.execution.dispatching import DispatchOptions, hand_over, loose_modules
 from modelquirks.planner.execution.evaluate import EvaluationError, evaluate, torch_shape
 from modelquirks.planner.execution.loaditem import ExecutionError, LoadItem
+from modelquirks.planner.execution.materialize import Materialized, materialize
 from modelquirks.planner.execution.preflight import (
     faults,
     followers,
     hook_faults,
     left_behind,
-    meta_attributes,
     needs,
     route_faults,
     shared_places,
     split_places,
+    unfilled,
     waived,
 )
 from modelquirks.planner.execution.reader import Reader, Region
 from modelquirks.planner.execution.route import Route, make_route
 from modelquirks.planner.execution.slots import find_slots
 from modelquirks.planner.execution.snapshot import Snapshot
+from modelquirks.planner.execution.target import Target
 from modelquirks.planner.execution.verify import Verification, verify
 from modelquirks.planner.execution.weights import WeightsMap
 from modelquirks.planner.finding import Finding, shown
@@ -58,13 +60,16 @@ class ExecutionReport:
     seconds: float
     """From the call to the end of the verification."""
     bytes_by_device: Mapping[str, int]
-    """Bytes by the device that keeps them; those of ``disk`` stay in the checkpoint's files."""
+    """Bytes by the device that keeps them; those of ``disk`` are in files, the checkpoint's
+    own unless weights were materialized."""
     n_tensors: int
     """Tensors loaded; tied names count once."""
     bytes_read: int
     """Bytes of the stored tensors and regions that were asked for, verification not counted."""
     verification: Verification
     notes: tuple[Finding, ...] = ()
+    bytes_written: int = 0
+    """Bytes of the files that were written to the offload folder; 0 unless that was asked for."""
 
     def to_json(self) -> dict[str, Any]:
         """Return it as plain data."""
@@ -73,6 +78,7 @@ class ExecutionReport:
             "bytes_by_device": dict(self.bytes_by_device),
             "tensors": self.n_tensors,
             "bytes_read": self.bytes_read,
+            "bytes_written": self.bytes_written,
             "verification": self.verification.to_json(),
             "notes": [note.to_json() for note in self.notes],
         }
@@ -93,12 +99,14 @@ def execute(
     force_hooks: bool = False,
     offload_buffers: bool = False,
     dispatch: bool = True,
+    target: Target | None = None,
     sample_bytes: int = 65536,
 ) -> ExecutionReport:
     """Load *items* from the checkpoint at *root* into *model* and dispatch it with accelerate.
 
     Unchanged CPU tensors are views of the mapped files, disk tensors stay in the files and are
-    fetched at each forward pass; nothing is written. Tied names get one Parameter. *compare*
+    fetched at each forward pass; nothing is written, but with *target* those that must be
+    computed, once. Tied names get one Parameter. *compare*
     holds groups of names of which several are stored: they are tied if their bits are equal.
     With ``device_map=None`` tensors go where those of the model are, or to the CPU, and nothing
     is dispatched; ``dispatch=False`` places them by their own device only. The other arguments
@@ -111,6 +119,8 @@ def execute(
     job = _Job(model, items, root=root, tensors=tensors, schemes=schemes, options=options)
     job.check(device_map, main_device, dispatch=dispatch)
     job.settle(compare)
+    if target is not None:
+        job.materialize(target)
     made = job.make()
     snapshot = Snapshot(model)
     try:
@@ -129,6 +139,7 @@ def execute(
         bytes_read=bytes_read,
         verification=verification,
         notes=tuple(job.notes),
+        bytes_written=0 if job.computed is None else job.computed.bytes_written,
     )
 
 
@@ -136,6 +147,7 @@ class _Job:
     """One execution: what each step hands to the next."""
 
     route: Route | None = None
+    computed: Materialized | None = None
 
     def __init__(
         self,
@@ -186,7 +198,7 @@ class _Job:
         if found:
             more = f"\n… and {len(found) - 10} more" if len(found) > 10 else ""
             raise ExecutionError("\n".join(found[:10]) + more)
-        self.notes += meta_attributes(self.model)
+        self.notes += unfilled(self.model)
         if kept := waived(self.slots, self.items):
             text = f"no tensor of the plan provides {shown(kept)}: they keep their initial values"
             self.notes.append(Finding("kept-initial", "warning", text))
@@ -244,6 +256,14 @@ class _Job:
             )
         except EvaluationError as error:
             raise ExecutionError(f"{item}: {error}") from error
+
+    def materialize(self, target: Target) -> None:
+        """Have what stays on disk and must be computed in files of our own."""
+        on_disk = [item for item in self.items if self._home(item) is None]
+        self.computed = materialize(
+            on_disk, target, types=self.reader.type_of, evaluate=self.evaluate
+        )
+        self.notes += self.computed.notes
 
     def make(self) -> dict[str, torch.Tensor]:
         """Return every tensor by the name of its item; those on disk without data, on meta."""
@@ -334,6 +354,7 @@ class _Job:
             schemes=self.schemes,
             kept={i.name: made[i.name] for i in items if not made[i.name].is_meta},
             extra={name: self.slots[name].tensor.detach() for name in extra},
+            computed={} if self.computed is None else self.computed.readers,
         )
 
     def verify(self, sample_bytes: int) -> Verification:
@@ -348,7 +369,10 @@ class _Job:
             sample_bytes=sample_bytes,
         )
         if not result.ok:
-            raise ExecutionError("verification failed: " + "; ".join(result.problems[:10]))
+            told = "verification failed: " + "; ".join(result.problems[:10])
+            if self.computed is not None and self.computed.readers:
+                told += f". If that is so without materialize, delete '{self.computed.folder}'"
+            raise ExecutionError(told)
         return result
 
     def bytes_by_device(self) -> dict[str, int]:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 from modelquirks.planner.dtypes import nbytes
 from modelquirks.planner.placement.memory import Device
 from modelquirks.quirks.family import show, template_of
-from modelquirks.quirks.recipe import Node
+from modelquirks.quirks.recipe import Node, Opaque, children
 
 __all__ = ["ExecutionError", "LoadItem"]
 
@@ -46,6 +46,19 @@ class LoadItem:
     def nbytes(self) -> int:
         """Bytes in memory."""
         return nbytes(self.dtype, self.shape)
+
+    @property
+    def is_opaque(self) -> bool:
+        """Whether code makes it, or what it is made of, as a whole: no region of it is cheap."""
+        return any(isinstance(node, Opaque) for node in self.nodes())
+
+    def nodes(self) -> Iterator[Node]:
+        """Yield every node of the recipe, those above first."""
+        below = [self.node]
+        while below:
+            node = below.pop()
+            yield node
+            below += children(node)
 
     def __str__(self) -> str:
         """Return the name with family and rule, as messages give it."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from modelquirks.planner.checkpoint.fingerprint import changed, layout_digest
@@ -10,7 +12,11 @@ from modelquirks.planner.checkpoint.manifest import Manifest
 from modelquirks.planner.checkpoint.open import open_manifest
 from modelquirks.planner.execution.execute import ExecutionReport, execute
 from modelquirks.planner.execution.loaditem import LoadItem
-from modelquirks.planner.finding import shown
+from modelquirks.planner.execution.materialize import forecast
+from modelquirks.planner.execution.reader import Reader
+from modelquirks.planner.execution.slots import find_slots
+from modelquirks.planner.execution.target import Target
+from modelquirks.planner.finding import Finding, shown
 from modelquirks.planner.model.from_module import skeleton_of
 from modelquirks.planner.model.skeleton import Skeleton
 from modelquirks.planner.placement.devicemap import expand
@@ -20,11 +26,23 @@ from modelquirks.quirks.registry import Registry
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["items_of", "perform"]
+__all__ = ["foresee", "items_of", "perform"]
 
 
-def perform(plan: Plan, model: torch.nn.Module, **options: Any) -> ExecutionReport:
-    """Execute *plan* on *model*; PlanError before anything is touched if it must not be."""
+def perform(
+    plan: Plan,
+    model: torch.nn.Module,
+    *,
+    offload_folder: str | Path | None = None,
+    materialize: bool = False,
+    **options: Any,
+) -> ExecutionReport:
+    """Execute *plan* on *model*; PlanError before anything is touched if it must not be.
+
+    Nothing is written to *offload_folder* without *materialize*.
+    """
+    if materialize and offload_folder is None:
+        raise ValueError("materialize=True writes weights: say where, with offload_folder")
     if not plan.ok:
         raise PlanError(plan.refusal())
     if plan.model is None:
@@ -33,18 +51,76 @@ def perform(plan: Plan, model: torch.nn.Module, **options: Any) -> ExecutionRepo
     skeleton = skeleton_of(model)
     items = list(items_of(plan, skeleton))
     _same_model(plan, skeleton, items)
-    return execute(
-        model,
-        items,
-        device_map=dict(plan.device_map) if plan.options.dispatch else None,
-        main_device=plan.placement.main_device,
+    registry = plan.registry or Registry.load()
+    target = None
+    if materialize and offload_folder is not None:
+        target = _target(offload_folder, plan, manifest, registry)
+    with _computed(plan, model, registry):
+        return execute(
+            model,
+            items,
+            device_map=dict(plan.device_map) if plan.options.dispatch else None,
+            main_device=plan.placement.main_device,
+            root=manifest.root,
+            tensors=manifest.tensors,
+            schemes=registry.schemes,
+            compare=plan.compare,
+            offload_buffers=plan.options.offload_buffers,
+            dispatch=plan.options.dispatch,
+            target=target,
+            **options,
+        )
+
+
+@contextmanager
+def _computed(
+    plan: Plan, model: torch.nn.Module, registry: Registry
+) -> Generator[None, None, None]:
+    """Give *model* what no checkpoint holds and its library computes; take it back on failure."""
+    slots = find_slots(model)
+    absent = [n for e in plan.audit.model if e.kind in ("absent", "waived") for n in e.names]
+    empty = [name for name in absent if name in slots and slots[name].tensor.is_meta]
+    library = registry.library(model, list(slots)) if empty else None
+    values = {} if library is None else library[0].computed(empty)
+    for name, value in values.items():
+        slots[name].put(value)
+    try:
+        yield
+    except BaseException:
+        for name in values:
+            slots[name].put(slots[name].tensor)
+        raise
+
+
+def foresee(plan: Plan, skeleton: Skeleton, offload_folder: str | Path) -> Finding:
+    """Say what ``perform(…, materialize=True)`` would write; reads headers, writes nothing.
+
+    An error if there is no room for it. Copies that turn out to be equal make it less.
+    """
+    manifest = _unchanged(plan)
+    target = _target(offload_folder, plan, manifest, plan.registry or Registry.load())
+    items = list(items_of(plan, skeleton))
+    keys = expand(plan.device_map, [name for item in items for name in item.names])
+    on_disk = [
+        item
+        for item in items
+        if (item.kind == "parameter" or plan.options.offload_buffers)
+        and all(name in keys and plan.device_map[keys[name]] == "disk" for name in item.names)
+    ]
+    return forecast(on_disk, target, types=Reader(manifest.root, manifest.tensors).type_of)
+
+
+def _target(folder: str | Path, plan: Plan, manifest: Manifest, registry: Registry) -> Target:
+    return Target(
+        folder=Path(folder),
         root=manifest.root,
-        tensors=manifest.tensors,
-        schemes=(plan.registry or Registry.load()).schemes,
-        compare=plan.compare,
-        offload_buffers=plan.options.offload_buffers,
-        dispatch=plan.options.dispatch,
-        **options,
+        shards=manifest.shards,
+        layout=plan.layout,
+        makers={
+            scheme: f"{info.distribution} {info.version}"
+            for info in registry.plugins
+            for scheme in info.schemes
+        },
     )
 
 
@@ -79,7 +155,7 @@ def _unchanged(plan: Plan) -> Manifest:
     told = [f.message for f in changed(manifest.root, plan.shards, same_place=not plan.moved)]
     known = {shard.name for shard in plan.shards}
     new = [shard.name for shard in manifest.shards if shard.name not in known]
-    if not told and (new or layout_digest(manifest.tensors.values()) != plan.layout):
+    if not told and (new or layout_digest(manifest.tensors) != plan.layout):
         where = f"from {shown(new)}" if new else "from other places in the same files"
         told = [f"tensors would be read {where}, by another index or file; make the plan again."]
     if told:

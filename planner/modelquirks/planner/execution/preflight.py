@@ -13,7 +13,7 @@ from modelquirks.planner.execution.evaluate import node_type, torch_shape
 from modelquirks.planner.execution.loaditem import LoadItem
 from modelquirks.planner.execution.reader import Reader
 from modelquirks.planner.execution.route import Route, same_device
-from modelquirks.planner.execution.slots import Slot
+from modelquirks.planner.execution.slots import Slot, meta_attributes
 from modelquirks.planner.finding import Finding, shown
 from modelquirks.planner.mapping.recipes import stored_names
 from modelquirks.planner.names import parent
@@ -24,11 +24,11 @@ __all__ = [
     "followers",
     "hook_faults",
     "left_behind",
-    "meta_attributes",
     "needs",
     "route_faults",
     "shared_places",
     "split_places",
+    "unfilled",
     "waived",
 ]
 
@@ -78,24 +78,11 @@ def route_faults(
 
 
 def hook_faults(slots: Mapping[str, Slot], is_fetched: Callable[[str], bool]) -> Iterator[str]:
-    """Yield the modules that cannot compute with weights which a hook of accelerate fetches.
-
-    Its hooks are in ``forward``. The pre-hooks of torch.nn.utils (weight_norm, spectral_norm,
-    prune) make a weight before that, of tensors without data, and torch 2.13 then computes with
-    whatever is in memory.
-    """
+    """Yield the modules that cannot compute with weights which a hook of accelerate fetches."""
     fetched = {parent(name): slot.module for name, slot in slots.items() if is_fetched(name)}
     for path, module in fetched.items():
         if isinstance(module, torch.jit.ScriptModule):
             yield f"module {path!r} is scripted and runs no hooks, so it cannot be offloaded"
-        for hook in module._forward_pre_hooks.values():
-            kind = type(hook)
-            if kind.__module__.startswith("torch.nn.utils."):
-                yield (
-                    f"module {path!r} is offloaded, but {kind.__name__} of {kind.__module__} uses "
-                    "its weights before accelerate fetches them: keep the module on a device "
-                    "that computes, or use torch.nn.utils.parametrizations"
-                )
 
 
 def shared_places(slots: Mapping[str, Slot], items: Iterable[LoadItem]) -> Iterator[str]:
@@ -155,7 +142,7 @@ def waived(slots: Mapping[str, Slot], items: Iterable[LoadItem]) -> list[str]:
     return [name for name, slot in slots.items() if slot.persistent and name not in provided]
 
 
-def meta_attributes(model: nn.Module) -> list[Finding]:
+def unfilled(model: nn.Module) -> list[Finding]:
     """Return a warning for each module that keeps meta tensors outside of what can be loaded."""
     return [
         Finding(
@@ -165,8 +152,7 @@ def meta_attributes(model: nn.Module) -> list[Finding]:
             "buffer, so nothing will fill it; build the model outside of torch.device('meta')",
         )
         for path, module in model.named_modules()
-        for key, value in module.__dict__.items()
-        if isinstance(value, torch.Tensor) and value.is_meta
+        for key in meta_attributes(module)
     ]
 
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-__all__ = ["Slot", "find_slots"]
+__all__ = ["Slot", "find_slots", "meta_attributes"]
 
 
 class Slot(NamedTuple):
@@ -46,3 +46,9 @@ def find_slots(model: nn.Module) -> Mapping[str, Slot]:
                 kept = leaf not in module._non_persistent_buffers_set
                 slots[prefix + leaf] = Slot(module, leaf, buffer, False, kept)
     return slots
+
+
+def meta_attributes(module: nn.Module) -> Mapping[str, torch.Tensor]:
+    """Return what *module* keeps on the meta device that is neither parameter nor buffer."""
+    held = vars(module).items()
+    return {k: v for k, v in held if isinstance(v, torch.Tensor) and v.is_meta}

@@ -6,6 +6,8 @@ from typing import Any
 
 from torch import nn
 
+from modelquirks.planner.execution.slots import meta_attributes
+
 __all__ = ["Snapshot"]
 
 _ATTACHED = (
@@ -25,7 +27,8 @@ class Snapshot:
                 module,
                 dict(module._parameters),
                 dict(module._buffers),
-                {key: vars(module)[key] for key in _ATTACHED if key in vars(module)},
+                {key: vars(module)[key] for key in _ATTACHED if key in vars(module)}
+                | dict(meta_attributes(module)),
             )
             for module in model.modules()
         ]
@@ -45,7 +48,7 @@ class Snapshot:
     def restore(self) -> None:
         """Give the model back the very objects that it had."""
         for module, parameters, buffers, attached in self._modules:
-            for key in _ATTACHED:
+            for key in (*_ATTACHED, *attached):
                 _reset(vars(module), key, attached)
             for leaf, parameter in parameters.items():
                 if module._parameters.get(leaf) is not parameter:

@@ -20,7 +20,7 @@ from modelquirks.planner.execution.weights import WeightsMap
 from modelquirks.planner.finding import shown
 from modelquirks.planner.names import parent
 from modelquirks.quirks.family import template_of
-from modelquirks.quirks.recipe import Scheme, Source
+from modelquirks.quirks.recipe import Scheme
 
 __all__ = ["Verification", "verify"]
 
@@ -173,7 +173,9 @@ class _Check:
         return fetch.weights[fetch.key].data_ptr()
 
     def _offloaded(self, item: LoadItem, name: str, fetch: _Fetch) -> None:
-        if not self._is_stored(item):
+        weights = fetch.weights
+        is_cheap = isinstance(weights, WeightsMap) and weights.is_cheap(fetch.key)
+        if not is_cheap or item.is_opaque:
             family = template_of(item.name)
             if family in self._seen:
                 return
@@ -184,13 +186,6 @@ class _Check:
             self.problems.append(f"{item}: {name!r} cannot be fetched: {error}")
             return
         self._values(item, name, tensor)
-
-    def _is_stored(self, item: LoadItem) -> bool:
-        """Tell whether the tensor is in a file as it is, so that fetching it costs nothing."""
-        if not isinstance(item.node, Source):
-            return False
-        stored = self._types(item.node.name.format_map(dict(item.env)))
-        return stored.dtype == item.dtype
 
     def _values(self, item: LoadItem, name: str, tensor: torch.Tensor) -> None:
         if tuple(tensor.shape) != torch_shape(item.dtype, item.shape):

@@ -9,19 +9,20 @@ from typing import Any, NamedTuple
 import torch
 
 from modelquirks.planner.dtypes import to_torch
-from modelquirks.planner.execution.evaluate import evaluate
+from modelquirks.planner.execution.evaluate import Types, evaluate
 from modelquirks.planner.execution.loaditem import LoadItem
 from modelquirks.planner.execution.reader import Reader
-from modelquirks.quirks.recipe import Scheme, Source
+from modelquirks.quirks.recipe import Scheme, Slice, Source
 
-__all__ = ["WeightsMap"]
+__all__ = ["WeightsMap", "is_view"]
 
 
 class _Entry(NamedTuple):
     item: LoadItem
     dtype: torch.dtype
+    reader: Reader
     source: str | None
-    """The stored tensor that it is, if it is one without any change."""
+    """The tensor of *reader* that it is, if it is one without any change."""
     kept: torch.Tensor | None
 
 
@@ -41,15 +42,21 @@ class WeightsMap(Mapping[str, torch.Tensor]):
         schemes: Mapping[str, Scheme],
         kept: Mapping[str, torch.Tensor],
         extra: Mapping[str, torch.Tensor] | None = None,
+        computed: Mapping[str, Reader] | None = None,
     ) -> None:
-        """Serve *items*; those whose name is in *kept* from memory, and *extra* as it is."""
+        """Serve *items*; those whose name is in *kept* from memory, and *extra* as it is.
+
+        *computed* has the reader of those that were computed and written before, by name.
+        """
         self._reader = reader
         self._schemes = schemes
         self._extra = dict(extra or {})
         self._entries: dict[str, _Entry] = {}
         for item in items:
-            source = _unchanged(item, reader)
-            entry = _Entry(item, to_torch(item.dtype), source, kept.get(item.name))
+            written = (computed or {}).get(item.name)
+            source = _unchanged(item, reader) if written is None else item.name
+            home, dtype = written or reader, to_torch(item.dtype)
+            entry = _Entry(item, dtype, home, source, kept.get(item.name))
             self._entries.update(dict.fromkeys(item.names, entry))
 
     def __getitem__(self, name: str) -> torch.Tensor:
@@ -60,7 +67,7 @@ class WeightsMap(Mapping[str, torch.Tensor]):
         if entry.kept is not None:
             return entry.kept
         if entry.source is not None:
-            return self._reader.read(entry.source)
+            return entry.reader.read(entry.source)
         return evaluate(
             entry.item.node,
             entry.item.env,
@@ -90,15 +97,25 @@ class WeightsMap(Mapping[str, torch.Tensor]):
         other._schemes = self._schemes
         other._extra = copy.deepcopy(self._extra, memo)
         other._entries = {
-            name: entry._replace(kept=copy.deepcopy(entry.kept, memo))
+            name: entry._replace(
+                kept=copy.deepcopy(entry.kept, memo), reader=copy.deepcopy(entry.reader, memo)
+            )
             for name, entry in self._entries.items()
         }
         return other
 
     @property
     def bytes_read(self) -> int:
-        """Bytes asked of the files so far."""
-        return self._reader.bytes_read
+        """Bytes asked of the files so far, the checkpoint's and those of computed weights."""
+        readers = {id(r): r for r in (self._reader, *(e.reader for e in self._entries.values()))}
+        return sum(reader.bytes_read for reader in readers.values())
+
+    def is_cheap(self, name: str) -> bool:
+        """Tell whether the weight is there as it is, so that nothing is computed to give it."""
+        entry = self._entries.get(name)
+        if entry is None or entry.kept is not None or entry.source is not None:
+            return True
+        return is_view(entry.item, self._reader.type_of)
 
     def origin(self, name: str) -> str | int:
         """Return the same for two names exactly if one tensor serves both.
@@ -109,6 +126,16 @@ class WeightsMap(Mapping[str, torch.Tensor]):
         if entry is None:
             return self._extra[name].data_ptr()
         return entry.item.name if entry.kept is None else entry.kept.data_ptr()
+
+
+def is_view(item: LoadItem, types: Types) -> bool:
+    """Tell whether the tensor lies in a file as it is, whole or as rows of a stored one."""
+    node = item.node
+    while isinstance(node, Slice) and node.dim == 0:
+        node = node.of
+    if not isinstance(node, Source):
+        return False
+    return types(node.name.format_map(dict(item.env))).dtype == item.dtype
 
 
 def _unchanged(item: LoadItem, reader: Reader) -> str | None:
