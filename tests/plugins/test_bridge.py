@@ -200,6 +200,19 @@ def test_an_expert_that_lacks_a_matrix_is_refused_with_the_reason(
     assert "mlp.experts.5.up_proj.weight" in told or "are joined along dimension 1" in told
 
 
+def test_experts_that_are_numbered_from_one_are_refused(tmp_path: Path) -> None:
+    """transformers 5.24 takes number 1 for number 0, and says nothing."""
+    settings = config("MixtralConfig", num_local_experts=4)
+    tensors = stored(model_of("MixtralForCausalLM", settings), tmp_path)
+    shifted = {
+        re.sub(r"experts\.(\d)", lambda m: f"experts.{int(m[1]) + 1}", name): tensor
+        for name, tensor in tensors.items()
+    }
+    plan, _ = planned(shifted, settings, tmp_path / "ours")
+    assert not plan.ok
+    assert "block_sparse_moe.experts.0.w1.weight" in plan.refusal()
+
+
 def test_two_stored_keys_for_one_parameter_are_refused(tmp_path: Path) -> None:
     """transformers 5.24 takes the first in its order and says nothing."""
     settings = config("LlamaConfig")

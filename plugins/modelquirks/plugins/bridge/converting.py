@@ -9,7 +9,7 @@ from functools import cached_property
 from itertools import starmap
 from typing import Any, NamedTuple
 
-from modelquirks.plugins.bridge.families import by_family, digits_in
+from modelquirks.plugins.bridge.families import by_family
 from modelquirks.plugins.bridge.internals import Found, converted, found, natural_key, source_shapes
 from modelquirks.plugins.bridge.naming import Naming
 from modelquirks.plugins.bridge.opaque import opaque
@@ -75,10 +75,9 @@ class Converting:
             target, by = found(rules, name)
             return (target,), by
 
-        literals = digits_in(rules.texts)
         for family in self._families.values():
             names = dict(zip(family.members, family.names, strict=True))
-            for outcome in by_family(family.template, family.members, apply, literals):
+            for outcome in by_family(family.template, family.members, apply, self.naming.literals):
                 if outcome.tag is None:
                     continue
                 for member in outcome.members:

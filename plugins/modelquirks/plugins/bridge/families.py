@@ -14,7 +14,9 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Generic, NamedTuple, TypeVar
 
-__all__ = ["Outcome", "by_family", "digits_in", "slots_of", "template_with"]
+from modelquirks.planner.mapping.logical import slots
+
+__all__ = ["Outcome", "by_family", "digits_in", "template_with"]
 
 Index = tuple[int, ...]
 _Tag = TypeVar("_Tag")
@@ -41,15 +43,6 @@ def digits_in(texts: Iterable[str]) -> frozenset[str]:
     ['0', '1']
     """
     return frozenset(number for text in texts for number in _NUMBER.findall(text))
-
-
-def slots_of(template: str) -> tuple[int, ...]:
-    """Return the slots in *template*, in order.
-
-    >>> slots_of("a.{1}.b.{0}")
-    (1, 0)
-    """
-    return tuple(int(number) for number in _SLOT.findall(template))
 
 
 def by_family(
@@ -105,12 +98,12 @@ def _probed(
         if probe is None:
             return None
         texts, tag = apply(template.format(*probe))
-        slots = {str(value): slot for slot, value in _free(kind, probe)}
+        put_in = {str(value): slot for slot, value in _free(kind, probe)}
         given = static | {str(what) for what in kind}
-        if digits_in(texts) - given - slots.keys():
+        if digits_in(texts) - given - put_in.keys():
             return None  # a number that was not put in: the rules count
-        templates = tuple(template_with(text, slots) for text in texts)
-        if any(len(set(kept)) < len(kept) for kept in map(slots_of, templates)):
+        templates = tuple(template_with(text, put_in) for text in texts)
+        if any(len(set(kept)) < len(kept) for kept in map(slots, templates)):
             return None  # one number became another that was put in
         found.append((templates, tag))
     return found[0] if found[0] == found[1] else None

@@ -118,11 +118,11 @@ def guards(rules: Rules, names: Iterable[str]) -> None:
     has none was converted before.
     """
     kind = import_module(_CORE).GroupWeightRename
-    listed = list(names)
-    for position, rule in enumerate(rules.renamings):
-        if isinstance(rule, kind):
-            for name in listed:
-                renamed(Rules(rules.renamings[: position + 1], ()), name)
+    waiting = [n for n, rule in enumerate(rules.renamings) if isinstance(rule, kind)]
+    listed = list(names) if waiting else []
+    for position in waiting:
+        for name in listed:
+            renamed(Rules(rules.renamings[: position + 1], ()), name)
 
 
 def renamed(rules: Rules, name: str) -> str:

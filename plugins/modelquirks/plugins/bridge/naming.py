@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal, NamedTuple
 
-from modelquirks.plugins.bridge.families import Outcome, by_family, digits_in, slots_of
+from modelquirks.planner.mapping.logical import slots
+from modelquirks.plugins.bridge.families import Outcome, by_family, digits_in
 from modelquirks.plugins.bridge.internals import Rules, found, guards, renamed
 from modelquirks.quirks.family import show
 from modelquirks.quirks.library import Named
@@ -55,7 +56,7 @@ class Naming:
 
     def named(self, pieces: Sequence[Renamed], weights: Mapping[str, str]) -> Named:
         """Return *pieces* by the names that transformers gives them, see ``LibraryRules``."""
-        guards(self.rules, (n for p in pieces for n, _ in _first(p)))
+        guards(self.rules, (name for piece in pieces for name, _ in piece.items()))
         taken: list[Renamed] = []
         left: list[Renamed] = []
         for piece in pieces:
@@ -85,9 +86,9 @@ class Naming:
             return (short, target), converter is not None
 
         decisions: dict[tuple[str | None, Index], list[Index]] = {}
-        for outcome in by_family(template, members, apply, self._literals):
-            kept = slots_of(outcome.templates[0])
-            lost = [slot for slot in slots_of(template) if slot not in kept]
+        for outcome in by_family(template, members, apply, self.literals):
+            kept = slots(outcome.templates[0])
+            lost = [slot for slot in slots(template) if slot not in kept]
             for member in outcome.members:
                 new = self._decide(template, outcome, member)
                 # Members that would bear one name are told apart: the account must see both.
@@ -96,7 +97,8 @@ class Naming:
         return [_Decision(name, tuple(listed)) for (name, _), listed in decisions.items()]
 
     @cached_property
-    def _literals(self) -> frozenset[str]:
+    def literals(self) -> frozenset[str]:
+        """Every number that a rule has written."""
         return digits_in(self.rules.texts)
 
     def _decide(self, template: str, outcome: Outcome[bool], member: Index) -> str | None:
@@ -134,11 +136,6 @@ def companion(name: str, weight: str, new_weight: str) -> str:
     if name.startswith(f"{module}.") and leaf == new_leaf:
         return f"{new_module}.{name[len(module) + 1 :]}"
     return name
-
-
-def _first(piece: Renamed) -> Iterable[tuple[str, Index]]:
-    members = piece.indices()
-    yield from ((piece.name.format(*member), member) for member in members[:1])
 
 
 def _stepped(piece: Renamed, name: str) -> Renamed:
