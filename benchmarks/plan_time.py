@@ -259,7 +259,7 @@ def watched_steps() -> Timed:
         ("resolve", "resolve"),
         ("find_offers", "offers"),
         ("derive", "derive and audit"),
-        ("_placement", "placement"),
+        ("placement_of", "placement"),
         ("layout_digest", "layout digest"),
     ):
         if hasattr(dispatcher, name):

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, ItemsView, Iterable, Iterator, Mapping, Sequence, ValuesView
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from modelquirks.planner.checkpoint.manifest import StoredTensor
 
-__all__ = ["LazyTensors", "joined"]
+__all__ = ["LazyTensors", "StoredType", "joined"]
+
+StoredType = tuple[Any, ...]
+"""Dtype and shape of a tensor, and maybe more in front of them."""
 
 
 class LazyTensors(Mapping[str, "StoredTensor"]):
@@ -26,8 +29,9 @@ class LazyTensors(Mapping[str, "StoredTensor"]):
         shapes: frozenset[tuple[int, ...]],
         layout: tuple[str, ...],
         make: Callable[[], Mapping[str, StoredTensor]],
+        types: Callable[[], Iterable[StoredType]] | None = None,
     ) -> None:
-        """Take what is known; *sizes* and what *make* returns are in the order of *names*."""
+        """Take what is known; all but *names* is in the order of *names*."""
         self._names = names
         self._sizes = sizes
         self.shapes = shapes
@@ -35,6 +39,14 @@ class LazyTensors(Mapping[str, "StoredTensor"]):
         self.layout = layout
         """Equal for two of these only if all tensors of both are at the same places."""
         self._make = make
+        self._types = types
+
+    @cached_property
+    def types(self) -> Sequence[StoredType]:
+        """The type of each tensor, in order."""
+        if self._types is not None:
+            return [*self._types()]
+        return [tensor[2:4] for tensor in self.made.values()]
 
     @cached_property
     def sizes(self) -> Mapping[str, int]:
@@ -79,7 +91,10 @@ class LazyTensors(Mapping[str, "StoredTensor"]):
 
 
 def joined(
-    parts: Sequence[LazyTensors], names: Mapping[str, object], n_bytes: Sequence[int]
+    parts: Sequence[LazyTensors],
+    names: Mapping[str, object],
+    n_bytes: Sequence[int],
+    types: Callable[[], Iterable[StoredType]],
 ) -> LazyTensors:
     """Return the tensors of several files as one mapping, in the order of *names*."""
 
@@ -91,4 +106,4 @@ def joined(
 
     shapes = frozenset[tuple[int, ...]]().union(*(part.shapes for part in parts))
     layout = tuple(sorted(line for part in parts for line in part.layout))
-    return LazyTensors(names, n_bytes, shapes, layout, made)
+    return LazyTensors(names, n_bytes, shapes, layout, made, types)

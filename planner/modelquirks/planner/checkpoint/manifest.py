@@ -9,7 +9,7 @@ from itertools import compress
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from modelquirks.planner.checkpoint.lazy_tensors import LazyTensors
+from modelquirks.planner.checkpoint.lazy_tensors import LazyTensors, StoredType
 from modelquirks.planner.finding import Finding
 from modelquirks.quirks.family import Family, grouped, numbered, raw_templates
 
@@ -89,10 +89,10 @@ class Manifest:
     @cached_property
     def families(self) -> Mapping[str, Family]:
         """The tensors by family, in stored order."""
-        return grouped([*self.tensors], self._templates)
+        return grouped([*self.tensors], self.templates)
 
     @cached_property
-    def _templates(self) -> list[str]:
+    def templates(self) -> list[str]:
         """The raw template of each tensor."""
         return raw_templates([*self.tensors])
 
@@ -125,17 +125,42 @@ class Manifest:
         """Bytes of each member of the other families, in order, by template."""
         found: dict[str, list[int]] = {r: [] for r, sizes in self._kinds.items() if len(sizes) > 1}
         if isinstance(self.tensors, LazyTensors) and found:
-            pairs = zip(self._templates, self.tensors.n_bytes, strict=True)
-            for raw, size in compress(pairs, map(found.__contains__, self._templates)):
+            pairs = zip(self.templates, self.tensors.n_bytes, strict=True)
+            for raw, size in compress(pairs, map(found.__contains__, self.templates)):
                 found[raw].append(size)
         return {numbered(raw): sizes for raw, sizes in found.items()}
+
+    @cached_property
+    def even_types(self) -> Mapping[str, StoredType]:
+        """Dtype and shape of each tensor of a family, by template, where all have the same."""
+        found: dict[str, set[StoredType]] = {}
+        for raw, type_ in {*zip(self.templates, self._types, strict=True)}:
+            found.setdefault(raw, set()).add(type_[-2:])
+        return {numbered(raw): kinds.pop() for raw, kinds in found.items() if len(kinds) == 1}
+
+    @cached_property
+    def uneven_types(self) -> Mapping[str, Sequence[StoredType]]:
+        """Dtype and shape of each member of the other families, in order, by template."""
+        found: dict[str, list[StoredType]] = {}
+        uneven = {raw for raw in {*self.templates} if numbered(raw) not in self.even_types}
+        pairs = zip(self.templates, self._types, strict=True)
+        for raw, type_ in compress(pairs, map(uneven.__contains__, self.templates)):
+            found.setdefault(raw, []).append(type_[-2:])
+        return {numbered(raw): types for raw, types in found.items()}
+
+    @property
+    def _types(self) -> Iterable[StoredType]:
+        """Dtype and shape, behind something else, of each tensor."""
+        if isinstance(self.tensors, LazyTensors):
+            return self.tensors.types
+        return (tensor[2:4] for tensor in self.tensors.values())
 
     @cached_property
     def _kinds(self) -> Mapping[str, Sequence[int]]:
         """The sizes that occur in each family, by raw template; none if they are not at hand."""
         found: dict[str, list[int]] = {}
         if isinstance(self.tensors, LazyTensors):
-            for raw, size in {*zip(self._templates, self.tensors.n_bytes, strict=True)}:
+            for raw, size in {*zip(self.templates, self.tensors.n_bytes, strict=True)}:
                 found.setdefault(raw, []).append(size)
         return found
 

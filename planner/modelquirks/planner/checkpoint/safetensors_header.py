@@ -129,7 +129,8 @@ def _lazy(columns: Columns, shard: Shard, data_start: int) -> LazyTensors:
 
     shapes = frozenset(map(itemgetter(2), columns.types))
     layout = (f"{shard.name}\0{shard.digest}",)
-    return LazyTensors(columns.sizes, columns.sizes, shapes, layout, made)
+    sizes = columns.sizes
+    return LazyTensors(sizes, sizes, shapes, layout, made, lambda: columns.types)
 
 
 def _parse_by_entry(text: str, stored: Shard, seen: Look) -> Header:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import repeat
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from modelquirks.planner.checkpoint.file_kind import look
 from modelquirks.planner.checkpoint.folder import Folder, series_of
 from modelquirks.planner.checkpoint.header import Header, stored_tensors, unread
 from modelquirks.planner.checkpoint.index import Index, format_of
-from modelquirks.planner.checkpoint.lazy_tensors import LazyTensors, joined
+from modelquirks.planner.checkpoint.lazy_tensors import LazyTensors, StoredType, joined
 from modelquirks.planner.checkpoint.manifest import Format, Shard, StoredTensor
 from modelquirks.planner.checkpoint.names_only import NamesOnly
 from modelquirks.planner.checkpoint.weight_file import read_weights
@@ -78,7 +79,9 @@ def _together(
     if len(parts) == len(headers):
         sizes = {name: size for part in parts for name, size in part.sizes.items()}
         if len(sizes) == sum(map(len, parts)):
-            return joined(parts, sizes, [*sizes.values()]) if len(parts) > 1 else parts[0], {}
+            types = partial(_types, [(part, part) for part in parts])
+            whole = joined(parts, sizes, [*sizes.values()], types)
+            return whole if len(parts) > 1 else parts[0], {}
     tensors: dict[str, StoredTensor] = {}
     twice: dict[str, set[str]] = {}
     for header in headers:
@@ -212,12 +215,23 @@ def _whole(headers: Sequence[Header], index: Index) -> LazyTensors | None:
     if sum(map(len, found.values())) != len(index.weight_map):
         return None
     n_bytes: list[int] = []
+    runs = [*runs_of(index.weight_map)]
     try:
-        for shard, names in runs_of(index.weight_map):
+        for shard, names in runs:
             n_bytes += map(found[shard].sizes.__getitem__, names)
     except KeyError:
         return None
-    return joined([*found.values()], index.weight_map, n_bytes)
+    types = partial(_types, [(found[shard], names) for shard, names in runs])
+    return joined([*found.values()], index.weight_map, n_bytes, types)
+
+
+def _types(runs: Iterable[tuple[LazyTensors, Iterable[str]]]) -> Iterator[StoredType]:
+    """Yield the type of each tensor of *runs*: of names, and the file that they are in."""
+    known: dict[int, Mapping[str, StoredType]] = {}
+    for part, names in runs:
+        if id(part) not in known:
+            known[id(part)] = dict(zip(part, part.types, strict=True))
+        yield from map(known[id(part)].__getitem__, names)
 
 
 def _about_names(

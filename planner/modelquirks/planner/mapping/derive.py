@@ -9,17 +9,18 @@ from typing import TypeVar
 from modelquirks.planner.checkpoint.manifest import Manifest
 from modelquirks.planner.finding import Finding, shown
 from modelquirks.planner.mapping.audit import Audit, Entry
-from modelquirks.planner.mapping.fit import DtypeRule
+from modelquirks.planner.mapping.fit import DtypeRule, Fit
 from modelquirks.planner.mapping.judge import Judge, Judged, Verdict, conflicts
-from modelquirks.planner.mapping.logical import Logical
+from modelquirks.planner.mapping.logical import Logical, Members
 from modelquirks.planner.mapping.nearest import Nearest
 from modelquirks.planner.mapping.oddities import oddities
 from modelquirks.planner.mapping.offers import Offers
 from modelquirks.planner.mapping.recipes import FamilyRecipe
 from modelquirks.planner.mapping.sharing import share
-from modelquirks.planner.mapping.storedside import StoredVerdict, expected, stored_verdicts
+from modelquirks.planner.mapping.storedside import USED, StoredVerdict, expected, left_over
 from modelquirks.planner.mapping.suggest import suggest
 from modelquirks.planner.mapping.ties import TieGroup
+from modelquirks.planner.mapping.wholes import Account, judged_all
 from modelquirks.planner.model.skeleton import Skeleton
 from modelquirks.quirks.family import show
 from modelquirks.quirks.pattern import Pattern
@@ -64,39 +65,33 @@ def derive(
 ) -> Derived:
     """Return how every tensor of the model is made, and the class of every tensor of both sides."""
     judge = Judge(manifest, dtype, schemes)
-    best, rivals = offers.best, offers.rivals
-    judged = {
-        name: judge.either(tensor, offer, rivals.get(name, ()))
-        if offer.logical.either
-        else judge.judged(tensor, offer)
-        for name, tensor in skeleton.wanted.items()
-        if (offer := best.get(name)) is not None
-    }
+    account = judged_all(judge, skeleton, offers, [tie.names for tie in ties])
+    judged = account.judged
     sharing = share(ties, skeleton, judged, manifest)
-    unprovided = [n for n in skeleton.wanted if n not in sharing.verdicts and n not in judged]
+    unprovided = [n for n in account.apart if n not in sharing.verdicts and n not in judged]
     absent = _absent(unprovided, resolution)
     verdicts = {
         name: sharing.verdicts.get(name)
         or (judged[name].verdict if name in judged else _unprovided(name, offers, absent, waivers))
-        for name in skeleton.wanted
+        for name in account.apart
     }
     missing = frozenset(n for n, verdict in verdicts.items() if verdict.kind == "missing")
-    stored = stored_verdicts(manifest, offers, judged, resolution, missing)
-    nearest = _nearest(manifest, skeleton, offers, verdicts, stored)
+    left = left_over(manifest, offers, account, resolution, missing)
+    nearest = _nearest(manifest, skeleton, offers, verdicts, left)
     audit = Audit(
-        model=tuple(_model_entries(skeleton, verdicts, nearest)),
-        stored=tuple(_stored_entries(manifest, stored, nearest)),
+        model=tuple(_model_entries(account, verdicts, nearest)),
+        stored=tuple(_stored_entries(manifest, left, nearest)),
         ties=sharing.groups,
         unequal_ties=sharing.compare,
-        suggestions=tuple(suggest(skeleton, nearest, verdicts.keys())),
+        suggestions=tuple(suggest(skeleton, nearest, skeleton.wanted)),
         findings=(
             *_without_value(skeleton, verdicts, resolution),
             *sharing.findings,
-            *conflicts(judge, judged, offers.rivals),
-            *oddities(judged, manifest, nearest.spare, dequantize=waivers.dequantize),
+            *conflicts(judge, judged, account.rivals),
+            *oddities(account, manifest, nearest.spare, dequantize=waivers.dequantize),
         ),
     )
-    recipes = tuple(_recipes(judged, sharing.aliases))
+    recipes = tuple(_recipes(account, sharing.aliases))
     return Derived(recipes, sharing.aliases, sharing.compare, audit)
 
 
@@ -150,11 +145,11 @@ def _nearest(
     skeleton: Skeleton,
     offers: Offers,
     verdicts: Mapping[str, Verdict],
-    stored: Mapping[str, StoredVerdict],
+    left: Mapping[str, StoredVerdict],
 ) -> Nearest:
     """Return what is left over on both sides, ready to be compared."""
     missing = [name for name, verdict in verdicts.items() if verdict.kind == "missing"]
-    spare = [name for name, verdict in stored.items() if verdict.kind == "unexpected"]
+    spare = [name for name, verdict in left.items() if verdict.kind == "unexpected"]
     return Nearest(
         missing={name: skeleton.wanted[name].shape for name in missing},
         spare={name: manifest.tensors[name].shape for name in spare},
@@ -162,46 +157,68 @@ def _nearest(
     )
 
 
-def _recipes(judged: Mapping[str, Judged], aliases: Collection[str]) -> Iterator[FamilyRecipe]:
+def _recipes(account: Account, aliases: Collection[str]) -> Iterator[FamilyRecipe]:
     """Yield the recipes of what is loaded itself: members of one piece that are made alike."""
-    alike: dict[tuple[int, Node, TensorType], tuple[Logical, list[tuple[int, ...]]]] = {}
+    found = {
+        whole.family.names[0]: _recipe(whole.piece, whole.fit, whole.family.members)
+        for whole in account.wholes
+    }
+    alike: dict[tuple[int, Node, TensorType], list[tuple[int, ...]]] = {}
     # By piece and fit, as mostly one fit serves a whole piece: nodes are slow to compare.
     entered: dict[tuple[int, int], list[tuple[int, ...]]] = {}
-    for name, (offer, fit, _, _) in judged.items():
+    firsts: dict[str, tuple[Judged, list[tuple[int, ...]]]] = {}
+    for name, one in account.judged.items():
+        (piece, member), fit = one.offer, one.fit
         if fit.node is None or name in aliases:
             continue
-        members = entered.get(one := (id(offer.logical), id(fit)))
+        members = entered.get(same := (id(piece), id(fit)))
         if members is None:
-            key = (id(offer.logical), fit.node, fit.type)
-            members = entered[one] = alike.setdefault(key, (offer.logical, []))[1]
-        members.append(offer.member)
-    for (_, node, made), (piece, members) in alike.items():
-        yield FamilyRecipe(
-            target=piece.bound.target,
-            node=node,
-            variables=piece.bound.variables,
-            members=tuple(members),
-            type=made,
-            rule=piece.rule,
-            quirks=piece.quirks,
-        )
+            key = (id(piece), fit.node, fit.type)
+            if key not in alike:
+                firsts[name] = one, alike.setdefault(key, [])
+            members = entered[same] = alike[key]
+        members.append(member)
+    found |= {
+        name: _recipe(one.offer.logical, one.fit, tuple(members))
+        for name, (one, members) in firsts.items()
+    }
+    yield from map(found.__getitem__, account.in_order(found))
+
+
+def _recipe(piece: Logical, fit: Fit, members: Members) -> FamilyRecipe:
+    assert fit.node is not None
+    return FamilyRecipe(
+        target=piece.bound.target,
+        node=fit.node,
+        variables=piece.bound.variables,
+        members=members,
+        type=fit.type,
+        rule=piece.rule,
+        quirks=piece.quirks,
+    )
+
+
+_NOTHING = Verdict("missing")
+"""Of a family that is no whole: each of its tensors has a verdict of its own."""
 
 
 def _model_entries(
-    skeleton: Skeleton, verdicts: Mapping[str, Verdict], nearest: Nearest
+    account: Account, verdicts: Mapping[str, Verdict], nearest: Nearest
 ) -> Iterator[Entry]:
-    for template, family in skeleton.families.items():
-        for verdict, names in _by_verdict(family.names, verdicts).items():
+    wholes = {whole.family.template: whole.verdict for whole in account.wholes}
+    for template, family in account.skeleton.families.items():
+        usual = wholes.get(template, _NOTHING)
+        for verdict, names in _by_verdict(family.names, verdicts, usual).items():
             near = nearest.of_missing(names[0]) if verdict.kind == "missing" else ()
             kind, reason, rule, quirk = verdict
             yield Entry(kind, show(template), tuple(names), reason, rule, quirk, near)
 
 
 def _stored_entries(
-    manifest: Manifest, verdicts: Mapping[str, StoredVerdict], nearest: Nearest
+    manifest: Manifest, left: Mapping[str, StoredVerdict], nearest: Nearest
 ) -> Iterator[Entry]:
     for template, family in manifest.families.items():
-        for verdict, names in _by_verdict(family.names, verdicts).items():
+        for verdict, names in _by_verdict(family.names, left, USED).items():
             near = nearest.of_spare(names[0]) if verdict.kind == "unexpected" else ()
             yield Entry(verdict.kind, show(template), tuple(names), verdict.reason, nearest=near)
 
@@ -209,9 +226,16 @@ def _stored_entries(
 _V = TypeVar("_V", bound=Hashable)
 
 
-def _by_verdict(names: Sequence[str], verdicts: Mapping[str, _V]) -> Mapping[_V, Sequence[str]]:
-    """Return the names of a family by verdict, in order of first appearance."""
-    found = [*map(verdicts.__getitem__, names)]
+def _by_verdict(
+    names: Sequence[str], verdicts: Mapping[str, _V], usual: _V
+) -> Mapping[_V, Sequence[str]]:
+    """Return the names of a family by verdict, in order of first appearance.
+
+    *usual* is that of names without one of their own in *verdicts*.
+    """
+    if verdicts.keys().isdisjoint(names):
+        return {usual: names}
+    found = [verdicts.get(name, usual) for name in names]
     if len({*map(id, found)}) == 1:  # mostly so, and verdicts are slow to compare
         return {found[0]: names}
     grouped: dict[_V, list[str]] = {}

@@ -9,8 +9,10 @@ from typing import NamedTuple
 from modelquirks.planner.dtypes import BITS, is_cast, is_float
 from modelquirks.planner.finding import shown
 from modelquirks.planner.mapping.recipes import Env, concrete, stored_names
+from modelquirks.planner.mapping.templates import may_fit, may_part
 from modelquirks.planner.model.skeleton import ModelTensor, Skeleton
 from modelquirks.planner.names import module_word
+from modelquirks.quirks.family import Family
 from modelquirks.quirks.nodetypes import infer
 from modelquirks.quirks.pattern import Pattern
 from modelquirks.quirks.recipe import (
@@ -63,6 +65,15 @@ class DtypeRule:
     def kept(self, name: str) -> bool:
         """Tell whether a tensor of the model keeps its dtype whatever is asked for."""
         return any(pattern.match(name) for pattern in self.keep)
+
+    def is_even(self, family: Family) -> bool:
+        """Tell whether the rule is one for all tensors of a family of the model."""
+        if self.asked is None:
+            return True
+        fitting = [pattern for pattern in self.keep if may_fit(pattern, family.template)]
+        if any(may_part(pattern, family.template) for pattern in fitting):
+            return False
+        return len({*map(self.companions.__contains__, family.names)}) == 1
 
     def planned(self, tensor: ModelTensor, stored: str | None, *, unpacked: bool = False) -> str:
         """Return the dtype that *tensor* will have when it is stored as *stored*.

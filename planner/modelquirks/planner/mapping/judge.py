@@ -7,12 +7,13 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
-from modelquirks.planner.checkpoint.manifest import Manifest, StoredTensor
+from modelquirks.planner.checkpoint.manifest import Manifest
 from modelquirks.planner.finding import Finding, shown
 from modelquirks.planner.mapping.audit import ModelClass
-from modelquirks.planner.mapping.fit import DtypeRule, Fit, fit, is_made, leaf_types
+from modelquirks.planner.mapping.fit import DtypeRule, Fit, Types, fit, is_made, leaf_types
 from modelquirks.planner.mapping.logical import Logical
 from modelquirks.planner.mapping.offers import Offer
+from modelquirks.planner.mapping.reads import StoredFamilies
 from modelquirks.planner.mapping.recipes import concrete
 from modelquirks.planner.model.skeleton import ModelTensor
 from modelquirks.quirks.nodetypes import infer
@@ -94,13 +95,18 @@ class Judge:
 
     def type_of(self, stored: str) -> TensorType:
         """Return the type of a stored tensor."""
-        tensor = self._stored[stored]
-        return TensorType(tensor.dtype, tensor.shape)
+        return self.stored.types[stored]
 
     @cached_property
-    def _stored(self) -> Mapping[str, StoredTensor]:
-        """The stored tensors, as fast to look up as can be."""
-        return dict(self.manifest.tensors.items())
+    def stored(self) -> StoredFamilies:
+        """The stored tensors by family."""
+        return StoredFamilies(self.manifest)
+
+    def best_of(self, tensor: ModelTensor, offer: Offer, rivals: Sequence[Offer]) -> Judged:
+        """Return how *offer*, or if it is not sure the stored one of its *rivals*, serves."""
+        if offer.logical.either:
+            return self.either(tensor, offer, rivals)
+        return self.judged(tensor, offer)
 
     def judged(self, tensor: ModelTensor, offer: Offer) -> Judged:
         """Return how *offer* serves *tensor*."""
@@ -108,14 +114,16 @@ class Judge:
         key = self._key(tensor, offer, reads)
         if (known := self._known.get(key)) is not None:
             return Judged(offer, *known, reads)
-        node = offer.logical.bound.node
-        found = fit(
-            tensor, node, offer.env, types=self.type_of, rule=self.dtype, schemes=self.schemes
-        )
-        verdict = _verdict(offer.logical, found)
+        found, verdict = self.fitted(tensor, offer, self.type_of)
         if not found.problem and not found.taken:  # else it speaks of this one member
             self._known[key] = found, verdict
         return Judged(offer, found, verdict, reads)
+
+    def fitted(self, tensor: ModelTensor, offer: Offer, types: Types) -> tuple[Fit, Verdict]:
+        """Return the fit of *offer*, whose sources have these *types*, and the class."""
+        node = offer.logical.bound.node
+        found = fit(tensor, node, offer.env, types=types, rule=self.dtype, schemes=self.schemes)
+        return found, _verdict(offer.logical, found)
 
     def either(self, tensor: ModelTensor, offer: Offer, rivals: Sequence[Offer]) -> Judged:
         """Return how *offer* or the stored tensor as it lies serves *tensor*: its shape decides.
@@ -158,5 +166,5 @@ class Judge:
             tensor.shape,
             free and tensor.name not in self.dtype.companions,
             free,
-            tuple([self._stored[name][2:4] for name in reads]),  # dtype, shape
+            tuple(map(self.stored.types.__getitem__, reads)),
         )

@@ -14,6 +14,7 @@ from functools import cached_property
 from itertools import starmap
 from typing import NamedTuple
 
+from modelquirks.quirks.family import template_of
 from modelquirks.quirks.pattern import Binding, Pattern
 from modelquirks.quirks.recipe import Node, Select, Source, mapped
 from modelquirks.quirks.resolve import Renamed
@@ -79,6 +80,14 @@ class Logical:
         texts = {number: f"{{{variable}}}" for number, variable in enumerate(variables)}
         target = _SLOT.sub(lambda m: texts[int(m.group(1))], self.name)
         return Bound(target, with_slots(self.node, texts), variables)
+
+    @cached_property
+    def is_family(self) -> bool:
+        """Whether all names, and no others, are of the family with the template ``name``.
+
+        They are not if a slot is part of a word or an index is written out.
+        """
+        return template_of(self.name.format(*[0] * len(slots(self.name)))) == self.name
 
     @cached_property
     def is_stored_so(self) -> bool:

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
 
 from modelquirks.planner.checkpoint.manifest import Manifest
 from modelquirks.planner.dtypes import nbytes
 from modelquirks.planner.finding import Finding, shown
 from modelquirks.planner.mapping.judge import Judged
+from modelquirks.planner.mapping.reads import Part, Used
+from modelquirks.planner.mapping.wholes import Account
 from modelquirks.planner.names import parent
 from modelquirks.quirks.family import template_of
-from modelquirks.quirks.recipe import Node
+from modelquirks.quirks.recipe import Node, TensorType
 
 __all__ = ["oddities"]
 
 
 def oddities(
-    judged: Mapping[str, Judged],
+    account: Account,
     manifest: Manifest,
     unexpected: Iterable[str],
     *,
@@ -27,10 +31,12 @@ def oddities(
     *unexpected* are the stored tensors that nothing reads. *dequantize*: packed weights may
     become plain ones.
     """
-    arriving = [found for found in judged.values() if found.fit.node is not None]
+    arriving = [found for found in account.judged.values() if found.fit.node is not None]
     yield from _partly_used(arriving)
-    yield from _dequantized(arriving, manifest, allowed=dequantize)
+    yield from _dequantized(account, manifest, allowed=dequantize)
     left = list(unexpected)
+    if _reads_narrow(account) and _scales(left):
+        arriving = [found for found in account.each.values() if found.fit.node is not None]
     yield from _unscaled(arriving, manifest, left)
     yield from _adapter(left)
 
@@ -75,34 +81,60 @@ def _gaps(parts: Iterable[tuple[int, int]], size: int) -> list[tuple[int, int]]:
     return gaps
 
 
-def _dequantized(
-    arriving: Sequence[Judged], manifest: Manifest, *, allowed: bool
-) -> Iterator[Finding]:
+@dataclass
+class _Packed:
+    """The weights of one scheme that become plain ones."""
+
+    names: list[Sequence[str]] = field(default_factory=list)
+    parts: list[Part] = field(default_factory=list)
+    reads: list[str] = field(default_factory=list)
+    plain_bytes: int = 0
+
+    def add(self, names: Sequence[str], made: TensorType) -> None:
+        """Enter weights of one type."""
+        self.names.append(names)
+        if made.dtype and made.shape is not None:
+            self.plain_bytes += len(names) * nbytes(made.dtype, made.shape)
+
+
+def _packed(account: Account) -> Mapping[str, _Packed]:
+    """Return the packed weights that arrive, by scheme, in the order of the model."""
+    found: dict[str, _Packed] = {}
+    firsts: dict[str, str] = {}
+    for whole in account.wholes:
+        if (scheme := whole.fit.scheme) is not None:
+            weights = found.setdefault(scheme, _Packed())
+            weights.add(whole.family.names, whole.fit.type)
+            weights.parts += whole.reads
+            firsts[whole.family.names[0]] = scheme
+    for name, one in account.judged.items():
+        if (scheme := one.fit.scheme) is not None and one.fit.node is not None:
+            weights = found.setdefault(scheme, _Packed())
+            weights.add([name], one.fit.type)
+            weights.reads += one.reads
+            firsts[name] = scheme
+    schemes = dict.fromkeys(firsts[name] for name in account.in_order(firsts))
+    return {scheme: found[scheme] for scheme in schemes}
+
+
+def _dequantized(account: Account, manifest: Manifest, *, allowed: bool) -> Iterator[Finding]:
     """Yield what it costs to make packed weights plain, by scheme; an error unless *allowed*."""
-    packed: dict[str, list[Judged]] = {}
-    for found in arriving:
-        if found.fit.scheme is not None:
-            packed.setdefault(found.fit.scheme, []).append(found)
-    for scheme, weights in packed.items():
-        reads = dict.fromkeys(stored for found in weights for stored in found.reads)
-        sizes = [*map(manifest.sizes.__getitem__, reads)]
-        known = [size for size in sizes if size is not None]
+    for scheme, weights in _packed(account).items():
+        count = sum(map(len, weights.names))
         stored_bytes = "a number of bytes that the index does not tell"
-        if len(known) == len(sizes):
-            stored_bytes = f"{sum(known):,} bytes"
-        types = [found.fit.type for found in weights]
-        plain = sum(nbytes(t.dtype, t.shape) for t in types if t.dtype and t.shape is not None)
-        sizes_told = f"{stored_bytes} stored, {plain:,} bytes once loaded"
+        if (n_bytes := Used(weights.parts, weights.reads).n_bytes(manifest)) is not None:
+            stored_bytes = f"{n_bytes:,} bytes"
+        sizes_told = f"{stored_bytes} stored, {weights.plain_bytes:,} bytes once loaded"
         if allowed:
             text = (
-                f"{len(weights)} packed weights ({scheme}) become plain weights, because the "
+                f"{count} packed weights ({scheme}) become plain weights, because the "
                 f"model's modules want those: {sizes_told}"
             )
             yield Finding("dequantized", "info", text)
             continue
-        names = shown([found.offer.name for found in weights], 3)
+        names = shown(account.in_order({*chain.from_iterable(weights.names)}), 3)
         text = (
-            f"{len(weights)} of the model's weights are stored packed ({scheme}) and wanted plain: "
+            f"{count} of the model's weights are stored packed ({scheme}) and wanted plain: "
             f"{names}; {sizes_told}. Ask for that with --dequantize (in Python: dequantize=True), "
             "or give a model that keeps them packed"
         )
@@ -145,6 +177,12 @@ def _scales(unexpected: Iterable[str]) -> dict[str, list[str]]:
         if "scale" in stored.rpartition(".")[2] or stored.endswith(("SCB", "absmax")):
             found.setdefault(parent(stored), []).append(stored)
     return found
+
+
+def _reads_narrow(account: Account) -> bool:
+    """Tell whether a whole family is taken as it is from values that may need a scale."""
+    plain = (whole for whole in account.wholes if whole.fit.scheme is None)
+    return any(_is_narrow(part.type.dtype) for whole in plain for part in whole.reads)
 
 
 def _is_narrow(dtype: str | None) -> bool:

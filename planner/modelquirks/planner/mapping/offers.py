@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from modelquirks.planner.mapping.conversions import find_conversions, selects
 from modelquirks.planner.mapping.fit import Types
 from modelquirks.planner.mapping.logical import Logical, from_renamed, slots
-from modelquirks.planner.mapping.packs import Broken, Packed, asker, find_packs
+from modelquirks.planner.mapping.packs import Asker, Broken, Packed, find_packs
 from modelquirks.planner.mapping.recipes import Env, stored_names
 from modelquirks.planner.mapping.selections import find_selections
 from modelquirks.quirks.family import Family, group
@@ -24,7 +24,7 @@ from modelquirks.quirks.recipe import (
 from modelquirks.quirks.record import Convert, ModelQuirks
 from modelquirks.quirks.resolve import Renamed, Resolution
 
-__all__ = ["Offer", "Offers", "find_offers"]
+__all__ = ["Offer", "Offers", "Ranked", "find_offers"]
 
 
 class Offer(NamedTuple):
@@ -70,49 +70,90 @@ class Offers:
     @property
     def best(self) -> Mapping[str, Offer]:
         """The offer that counts, by logical name."""
-        return self._collected.best
+        return self._ranked.best
 
     @property
     def rivals(self) -> Mapping[str, Sequence[Offer]]:
         """Further ways to have the same name: stored twice, or stored and made."""
-        return self._collected.rivals
+        return self._ranked.rivals
 
     @cached_property
-    def _collected(self) -> _Collector:
+    def _ranked(self) -> Ranked:
         """All offers by name; a plan without a model never asks."""
-        collector = _Collector(self.wanted)
+        return self.ranked(None)
+
+    def ranked(self, families: Collection[str] | None) -> Ranked:
+        """Return the offers for the names of these *families*, by template; None: for all names."""
+        ranked = Ranked(self.wanted, families)
         for piece in self.made:
             if piece.reforms:
-                collector.add(piece)
+                ranked.add(piece)
         for piece in self.direct:
-            collector.add(piece, skip=self.unreadable)
-        raw = frozenset(collector.best)
+            ranked.add(piece, skip=self.unreadable)
+        raw = frozenset(ranked.best)
         for pack in self.packed:
             kept_packed = raw if pack.codes_bear_its_name else frozenset[str]()
-            collector.add(pack.weight, skip=kept_packed)
+            ranked.add(pack.weight, skip=kept_packed)
         for piece in self.made:
             if not piece.reforms:
-                collector.add(piece)
-        return collector
+                ranked.add(piece)
+        return ranked
+
+    @cached_property
+    def alone(self) -> Mapping[str, Logical]:
+        """By template, each piece that nothing else offers a name of."""
+        pieces = [piece.without(self.unreadable) for piece in self.direct]
+        pieces += [*(pack.weight for pack in self.packed), *self.made]
+        found: dict[str, list[Logical]] = {}
+        for piece in pieces:
+            templates = [piece.name] if piece.is_family else group(piece.names)
+            for template in templates if piece.members else ():
+                found.setdefault(template, []).append(piece)
+        firsts = {template: several[0] for template, several in found.items() if len(several) == 1}
+        return {template: piece for template, piece in firsts.items() if piece.is_family}
 
     @cached_property
     def called(self) -> Mapping[str, str]:
         """Stored name → logical name, for every stored tensor."""
         return {stored: name for piece in self.direct for stored, name in piece.stored_as()}
 
+    @property
+    def companions(self) -> Collection[str]:
+        """Logical names of the parts of packed weights; they are written when first asked for."""
+        return _Companions(self.packed)
+
+
+@dataclass(frozen=True)
+class _Companions(Collection[str]):
+    packed: Sequence[Packed]
+
     @cached_property
-    def companions(self) -> frozenset[str]:
-        """Logical names of the parts of packed weights."""
+    def _names(self) -> frozenset[str]:
         return frozenset(name for pack in self.packed for part in pack.parts for name in part.names)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
 
 
 @dataclass
-class _Collector:
+class Ranked:
+    """Offers by name: the one that counts, and the others."""
+
     wanted: Collection[str]
+    families: Collection[str] | None
     best: dict[str, Offer] = field(default_factory=dict)
     rivals: dict[str, list[Offer]] = field(default_factory=dict)
 
     def add(self, logical: Logical, skip: Collection[str] = ()) -> None:
+        """Enter a piece, behind those that are there already."""
+        if self.families is not None and logical.is_family and logical.name not in self.families:
+            return
         wanted, best = self.wanted, self.best
         for name, member in logical.items():
             if name in skip or (wanted and name not in wanted):
@@ -140,7 +181,7 @@ def find_offers(
     offered as it lies only to a model that wants all the companions.
     """
     direct = tuple(from_renamed(piece) for piece in resolution.renamed)
-    packs, broken = find_packs(direct, resolution, asker(schemes, config) if wanted else None)
+    packs, broken = find_packs(direct, resolution, Asker(schemes, config) if wanted else None)
     codes = _codes(packs, wanted)
     plain = [piece.without(codes) for piece in direct]
     pool = [piece for piece in plain if piece.members] + [p.weight for p in packs]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from modelquirks.planner.mapping.logical import Logical, matching, renumbered, reordered
@@ -22,10 +22,9 @@ from modelquirks.quirks.recipe import (
 from modelquirks.quirks.record import ModelQuirks, Pack
 from modelquirks.quirks.resolve import Resolution
 
-__all__ = ["Ask", "Broken", "Packed", "asker", "find_packs"]
+__all__ = ["Asker", "Broken", "Packed", "find_packs"]
 
-Ask = Callable[[str, str], tuple[tuple[str, Setting], ...]]
-"""Scheme and name of a weight → its settings, sorted; RecipeError says what is lacking."""
+Settings = tuple[tuple[str, Setting], ...]
 
 
 class Broken(NamedTuple):
@@ -58,21 +57,32 @@ class Packed:
         return any(part.name == self.weight.name for part in self.parts)
 
 
-def asker(schemes: Mapping[str, Scheme], config: Mapping[str, Any]) -> Ask:
-    """Return how to ask the schemes what *config* says of a weight."""
+@dataclass(frozen=True)
+class Asker:
+    """Asks the schemes what config.json says of a weight."""
 
-    same: dict[str, tuple[tuple[str, Setting], ...]] = {}
+    schemes: Mapping[str, Scheme]
+    config: Mapping[str, Any]
+    _same: dict[str, Settings] = field(default_factory=dict)
+    """What is said of all weights of a scheme."""
 
-    def ask(scheme: str, weight: str) -> tuple[tuple[str, Setting], ...]:
-        if scheme in same:
-            return same[scheme]
-        known = schemes.get(scheme)
-        found = () if known is None else tuple(sorted(known.settings(config, weight).items()))
-        if known is None or not getattr(known, "varies", _always)(config):
-            same[scheme] = found
+    def of(self, scheme: str, weight: str) -> Settings:
+        """Return the settings of a weight, sorted; RecipeError says what is lacking."""
+        if scheme in self._same:
+            return self._same[scheme]
+        known = self.schemes.get(scheme)
+        found = () if known is None else tuple(sorted(known.settings(self.config, weight).items()))
+        if known is None or not getattr(known, "varies", _always)(self.config):
+            self._same[scheme] = found
         return found
 
-    return ask
+    def of_all(self, packed: Packed) -> Settings | None:
+        """Return the settings of all these weights; None if each has to be asked about."""
+        try:
+            self.of(packed.scheme, packed.weight.name.format(*packed.weight.members[0]))
+        except RecipeError:
+            return None
+        return self._same.get(packed.scheme)
 
 
 def _always(config: Mapping[str, Any]) -> bool:
@@ -80,7 +90,7 @@ def _always(config: Mapping[str, Any]) -> bool:
 
 
 def find_packs(
-    pieces: Sequence[Logical], resolution: Resolution, ask: Ask | None = None
+    pieces: Sequence[Logical], resolution: Resolution, ask: Asker | None = None
 ) -> tuple[list[Packed], list[Broken]]:
     """Return the packed weights among *pieces*, and those that lack a companion.
 
@@ -103,16 +113,19 @@ def find_packs(
 
 
 def _with_settings(
-    found: Iterable[Packed], broken: list[Broken], ask: Ask
+    found: Iterable[Packed], broken: list[Broken], ask: Asker
 ) -> tuple[list[Packed], list[Broken]]:
     """Return the packed weights with their settings: a family apart where they differ."""
     settled: list[Packed] = []
     for packed in found:
         weight = packed.weight
-        alike: dict[tuple[tuple[str, Setting], ...], list[tuple[int, ...]]] = {}
+        if (said := ask.of_all(packed)) is not None:
+            settled.append(_settled(packed, said, weight.members))
+            continue
+        alike: dict[Settings, list[tuple[int, ...]]] = {}
         for name, member in weight.items():
             try:
-                alike.setdefault(ask(packed.scheme, name), []).append(member)
+                alike.setdefault(ask.of(packed.scheme, name), []).append(member)
             except RecipeError as error:
                 leaves = (leaf for part in packed.parts for leaf in sources(part.node))
                 stored = tuple(leaf.name.format(*member) for leaf in leaves)
@@ -122,9 +135,7 @@ def _with_settings(
     return settled, broken
 
 
-def _settled(
-    packed: Packed, settings: tuple[tuple[str, Setting], ...], members: tuple[tuple[int, ...], ...]
-) -> Packed:
+def _settled(packed: Packed, settings: Settings, members: tuple[tuple[int, ...], ...]) -> Packed:
     def change(node: Node) -> Node:
         return replace(node, settings=settings) if isinstance(node, Dequantize) else node
 

@@ -57,13 +57,17 @@ class FamilyRecipe:
             env = dict(zip(self.variables, member, strict=True))
             yield self.target.format_map(env), env
 
-    def names(self) -> Iterator[str]:
-        """Yield the name of each model tensor that this recipe makes."""
-        names = [f"{{{number}}}" for number in range(len(self.variables))]
+    @property
+    def template(self) -> str:
+        """``target`` with numbered slots, as the template of a family has them."""
+        numbers = [f"{{{number}}}" for number in range(len(self.variables))]
         # Doubled, braces that a name really has outlive the first of two fillings.
         doubled = self.target.replace("{{", "{{{{").replace("}}", "}}}}")
-        template = doubled.format_map(dict(zip(self.variables, names, strict=True)))
-        return starmap(template.format, self.members)
+        return doubled.format_map(dict(zip(self.variables, numbers, strict=True)))
+
+    def names(self) -> Iterator[str]:
+        """Yield the name of each model tensor that this recipe makes."""
+        return starmap(self.template.format, self.members)
 
     def to_json(self) -> dict[str, Any]:
         """Return the recipe as plain data."""

@@ -8,13 +8,13 @@ from typing import NamedTuple
 from modelquirks.planner.checkpoint.manifest import Manifest
 from modelquirks.planner.finding import shown
 from modelquirks.planner.mapping.audit import StoredClass
-from modelquirks.planner.mapping.judge import Judged
 from modelquirks.planner.mapping.offers import Offers
+from modelquirks.planner.mapping.wholes import Account
 from modelquirks.quirks.pattern import Pattern
 from modelquirks.quirks.record import Expected
 from modelquirks.quirks.resolve import Resolution
 
-__all__ = ["StoredVerdict", "expected", "stored_verdicts"]
+__all__ = ["USED", "StoredVerdict", "expected", "left_over"]
 
 
 class StoredVerdict(NamedTuple):
@@ -24,21 +24,26 @@ class StoredVerdict(NamedTuple):
     reason: str = ""
 
 
-def stored_verdicts(
+USED = StoredVerdict("used")
+
+
+def left_over(
     manifest: Manifest,
     offers: Offers,
-    judged: Mapping[str, Judged],
+    account: Account,
     resolution: Resolution,
     missing: Collection[str],
 ) -> dict[str, StoredVerdict]:
-    """Return the class of every tensor of the checkpoint. *missing* are names of the model."""
-    used = {stored for found in judged.values() for stored in found.reads}
-    verdicts = dict.fromkeys(manifest.tensors, StoredVerdict("used"))
-    left = [name for name in manifest.tensors if name not in used]
+    """Return the class of every tensor of the checkpoint that is not used, in stored order.
+
+    *missing* are names of the model.
+    """
+    left = account.used.left_of(manifest)
     if not left:
-        return verdicts
-    called = offers.called
-    rivals = dict(_rivals(offers, judged, used)) | dict(_copies(called, used, left))
+        return {}
+    verdicts: dict[str, StoredVerdict] = {}
+    called, used = offers.called, account.used.names
+    rivals = dict(_rivals(account, used)) | dict(_copies(called, used, left))
     parts = {
         part: broken.name
         for broken in offers.broken.values()
@@ -75,14 +80,12 @@ def expected(name: str, rules: Sequence[Expected]) -> str:
     return next((e.why for e in rules if Pattern(e.names).match(name) is not None), "")
 
 
-def _rivals(
-    offers: Offers, judged: Mapping[str, Judged], used: Collection[str]
-) -> Iterator[tuple[str, str]]:
+def _rivals(account: Account, used: Collection[str]) -> Iterator[tuple[str, str]]:
     """Yield each unused stored tensor that would serve a model tensor which is served already."""
-    for name, others in offers.rivals.items():
-        if name not in judged:
+    for name, others in account.rivals.items():
+        if name not in account.judged:
             continue
-        reason = _reason(name, judged[name].reads)
+        reason = _reason(name, account.judged[name].reads)
         for offer in others:
             yield from ((stored, reason) for stored in offer.reads() if stored not in used)
 

@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from modelquirks.planner.finding import Finding
+from modelquirks.planner.mapping.templates import fitting
 from modelquirks.planner.model.skeleton import Skeleton
 from modelquirks.planner.names import module_word
 from modelquirks.quirks.family import show
@@ -68,9 +69,10 @@ def flag(config: Mapping[str, object], name: str) -> bool | None:
 def _instances(tie: Tie, skeleton: Skeleton) -> Iterator[tuple[str, ...]]:
     """Yield the groups of names of the model that fit the patterns of *tie*."""
     first, *others = (Pattern(name) for name in tie.names)
-    for name in skeleton.wanted:
-        if (binding := first.match(name)) is None:
-            continue
+    fits = {*fitting(first, skeleton.families)}
+    for name in filter(fits.__contains__, skeleton.wanted if fits else ()):
+        binding = first.match(name)
+        assert binding is not None
         partners = [other.fill(binding) for other in others]
         present = [partner for partner in partners if partner in skeleton.wanted]
         if present:

@@ -6,7 +6,9 @@ torch is imported by whoever made the module; nothing here reads a weight.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from modelquirks.planner.dtypes import from_torch
@@ -16,7 +18,21 @@ from modelquirks.quirks.family import group
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["skeleton_of"]
+    Entry = tuple[str, Kind, torch.Tensor]
+
+__all__ = [
+    "declared",
+    "distinct_modules",
+    "entries_of",
+    "modules_of",
+    "pattern_of",
+    "skeleton_of",
+    "ties_of",
+]
+
+
+_LONGEST = 10_000
+"""Letters of a module's name."""
 
 
 def skeleton_of(model: torch.nn.Module, *, source: str = "") -> Skeleton:
@@ -27,43 +43,110 @@ def skeleton_of(model: torch.nn.Module, *, source: str = "") -> Skeleton:
     Shapes are element counts as in safetensors: a torch ``float4_e2m1fn_x2`` of ``[8]`` is
     ``F4 [16]``.
     """
-    modules: dict[str, str] = {}
-    tensors: dict[str, ModelTensor] = {}
-    same: dict[object, list[str]] = {}
-    for prefix, module in model.named_modules(remove_duplicate=False):
-        modules[prefix] = type(module).__name__
-        for name, kind, tensor in _direct(module):
-            full = f"{prefix}.{name}" if prefix else name
-            tensors[full] = _described(full, kind, tensor)
-            if kind != "computed":
-                same.setdefault(_identity(tensor), []).append(full)
-    found = [names for names in same.values() if len(names) > 1]
-    declared = [pair for pair in _declared_ties(model) if all(name in tensors for name in pair)]
+    modules = modules_of(model)
+    entries = list(entries_of(modules))
+    tensors = {name: _described(name, kind, tensor) for name, kind, tensor in entries}
+    distinct = distinct_modules(modules)
     return Skeleton(
         source=source or f"{type(model).__module__}.{type(model).__qualname__}",
         tensors=tensors,
-        modules=modules,
-        ties=_joined([*found, *declared]),
-        no_split=frozenset(_no_split(model)),
-        keep_dtype=_kept(model, "_keep_in_fp32_modules_strict", tensors),
-        keep_dtype_f16=_kept(model, "_keep_in_fp32_modules", tensors),
+        modules={name: type(module).__name__ for name, module in modules.items()},
+        ties=ties_of(model, entries),
+        no_split=declared(distinct, "_no_split_modules"),
+        keep_dtype=_kept(declared(distinct, "_keep_in_fp32_modules_strict"), tensors),
+        keep_dtype_f16=_kept(declared(distinct, "_keep_in_fp32_modules"), tensors),
         config=_config(model),
     )
 
 
-def _direct(module: torch.nn.Module) -> Iterator[tuple[str, Kind, torch.Tensor]]:
-    for name, parameter in module._parameters.items():
-        if parameter is not None:
-            yield name, "parameter", parameter
-    for name, buffer in module._buffers.items():
-        if buffer is not None:
-            computed = name in module._non_persistent_buffers_set
-            yield name, "computed" if computed else "buffer", buffer
+def modules_of(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
+    """Return every module by its name, in module order; one that is shared, under each name.
+
+    This is ``named_modules(remove_duplicate=False)``, whose generators within generators take
+    several times as long. ValueError for a module that contains itself.
+    """
+    found: dict[str, torch.nn.Module] = {}
+    left: list[tuple[str, torch.nn.Module]] = [("", model)]
+    while left:
+        name, module = left.pop()
+        found[name] = module
+        if len(name) > _LONGEST:
+            raise ValueError(f"{name[:60]!r} … has no end: a module of the model contains itself")
+        if parts := module._modules:
+            dot = f"{name}." if name else ""
+            some = reversed(parts.items())
+            left += [(dot + part, below) for part, below in some if below is not None]
+    return found
+
+
+def entries_of(modules: Mapping[str, torch.nn.Module]) -> Iterator[Entry]:
+    """Yield every parameter and buffer of *modules* under its full name, in module order."""
+    for prefix, module in modules.items():
+        if parameters := module._parameters:
+            dot = f"{prefix}." if prefix else ""
+            for name, parameter in parameters.items():
+                if parameter is not None:
+                    yield dot + name, "parameter", parameter
+        if buffers := module._buffers:
+            dot = f"{prefix}." if prefix else ""
+            for name, buffer in buffers.items():
+                if buffer is not None:
+                    computed = name in module._non_persistent_buffers_set
+                    yield dot + name, "computed" if computed else "buffer", buffer
+
+
+def ties_of(model: torch.nn.Module, entries: Sequence[Entry]) -> tuple[tuple[str, ...], ...]:
+    """Return the groups of names that share one tensor, or that *model* declares to."""
+    keys = [
+        id(tensor) if kind == "computed" or tensor.is_meta else _identity(tensor)
+        for _, kind, tensor in entries
+    ]
+    same: dict[object, list[str]] = {}
+    if len(set(keys)) < len(keys):
+        shared = {key for key, n_names in Counter(keys).items() if n_names > 1}
+        for key, (name, kind, _) in zip(keys, entries, strict=True):
+            if key in shared and kind != "computed":
+                same.setdefault(key, []).append(name)
+    found: list[Sequence[str]] = [names for names in same.values() if len(names) > 1]
+    if pairs := _declared_ties(model):
+        known = {name for name, kind, _ in entries if kind != "computed"}
+        found += [pair for pair in pairs if known.issuperset(pair)]
+    return _joined(found)
+
+
+def distinct_modules(modules: Mapping[str, torch.nn.Module]) -> list[torch.nn.Module]:
+    """Return those of *modules* that may declare something for :func:`declared`.
+
+    Of a class one is enough, beside modules with parts and settings of their own: transformers 5
+    gathers at ``post_init`` what the parts declare.
+    """
+    by_type = {type(module): module for module in modules.values()}
+    own = [
+        module
+        for module in modules.values()
+        if module._modules
+        and (
+            "_no_split_modules" in (settings := module.__dict__)
+            or "_keep_in_fp32_modules" in settings
+            or "_keep_in_fp32_modules_strict" in settings
+        )
+    ]
+    return [*by_type.values(), *own]
+
+
+def declared(modules: Iterable[torch.nn.Module], attribute: str) -> frozenset[str]:
+    """Return the words in a list of that name of any of *modules*."""
+    found: set[str] = set()
+    for module in modules:
+        words: object = getattr(module, attribute, None)
+        if isinstance(words, (list, tuple, set, frozenset)):
+            found.update(map(str, words))
+    return frozenset(found)
 
 
 def _described(name: str, kind: Kind, tensor: torch.Tensor) -> ModelTensor:
     try:
-        dtype = from_torch(tensor.dtype)
+        dtype = _name_of(tensor.dtype)
         shape = tuple(tensor.shape)
     except ValueError as error:
         raise ValueError(f"{name!r} of the model: {error}") from None
@@ -73,20 +156,23 @@ def _described(name: str, kind: Kind, tensor: torch.Tensor) -> ModelTensor:
         ) from None
     if dtype == "F4" and shape:
         shape = (*shape[:-1], shape[-1] * 2)
-    return ModelTensor(name, dtype, shape, kind, tensor.device.type == "meta")
+    return ModelTensor(name, dtype, shape, kind, tensor.is_meta)
+
+
+_name_of = cache(from_torch)
 
 
 def _identity(tensor: torch.Tensor) -> object:
-    """Return a key that two names share if they stand for one tensor."""
-    if tensor.device.type == "meta" or tensor.numel() == 0:
-        return id(tensor)
+    """Return a key that two names of a tensor with data share if they stand for one."""
     try:
+        if tensor.numel() == 0:
+            return id(tensor)
         return tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype
-    except (RuntimeError, NotImplementedError):  # a subclass without storage of its own
-        return id(tensor)
+    except (RuntimeError, NotImplementedError, ValueError):
+        return id(tensor)  # a subclass without storage of its own, or one without a shape yet
 
 
-def _declared_ties(model: torch.nn.Module) -> list[tuple[str, str]]:
+def _declared_ties(model: torch.nn.Module) -> list[Sequence[str]]:
     """Return the pairs that a transformers model says it ties, owner first."""
     declared = getattr(model, "all_tied_weights_keys", None)
     if isinstance(declared, Mapping):
@@ -96,44 +182,33 @@ def _declared_ties(model: torch.nn.Module) -> list[tuple[str, str]]:
 
 def _joined(groups: Iterable[Sequence[str]]) -> tuple[tuple[str, ...], ...]:
     """Join groups that have a name in common; order inside a group is order of appearance."""
-    joined: list[dict[str, None]] = []
+    home: dict[str, dict[str, None]] = {}
     for names in groups:
-        merged = dict.fromkeys(names)
-        apart: list[dict[str, None]] = []
-        for known in joined:
-            if known.keys() & merged.keys():
-                merged = {**known, **merged}
-            else:
-                apart.append(known)
-        joined = [*apart, merged]
-    return tuple(tuple(names) for names in joined)
+        merged: dict[str, None] = {}
+        for known in {id(home[name]): home[name] for name in names if name in home}.values():
+            merged |= known
+        merged |= dict.fromkeys(names)
+        home |= dict.fromkeys(merged, merged)
+    return tuple(tuple(names) for names in {id(names): names for names in home.values()}.values())
 
 
-def _no_split(model: torch.nn.Module) -> Iterator[str]:
-    for module in model.modules():
-        declared: object = getattr(module, "_no_split_modules", None)
-        if isinstance(declared, (list, tuple, set, frozenset)):
-            yield from (str(name) for name in declared)
+def _kept(entries: frozenset[str], tensors: Mapping[str, ModelTensor]) -> tuple[str, ...]:
+    """Return patterns of the tensors that a transformers model keeps in float32."""
+    if (wanted := pattern_of(entries)) is None:
+        return ()
+    families = group(name for name in tensors if wanted.search(name))
+    return tuple(re.sub(r"\{(\d+)\}", r"{i\1}", template) for template in families)
 
 
-def _kept(
-    model: torch.nn.Module, attribute: str, tensors: Mapping[str, ModelTensor]
-) -> tuple[str, ...]:
-    """Return patterns of the tensors that a transformers model keeps in float32.
+def pattern_of(entries: Collection[str]) -> re.Pattern[str] | None:
+    """Return what to search names for to find those that any of *entries* means; None for none.
 
     transformers searches each entry anywhere in the name (``_get_dtype_plan``, 5.24), with ``*``
     for any text.
     """
-    entries: set[str] = set()
-    for module in model.modules():
-        declared: object = getattr(module, attribute, None)
-        if isinstance(declared, (list, tuple, set, frozenset)):
-            entries |= {str(entry) for entry in declared}
     if not entries:
-        return ()
-    wanted = re.compile("|".join(re.escape(e).replace(r"\*", ".*") for e in sorted(entries)))
-    families = group(name for name in tensors if wanted.search(name))
-    return tuple(re.sub(r"\{(\d+)\}", r"{i\1}", template) for template in families)
+        return None
+    return re.compile("|".join(re.escape(e).replace(r"\*", ".*") for e in sorted(entries)))
 
 
 def _config(model: torch.nn.Module) -> Mapping[str, Any]:

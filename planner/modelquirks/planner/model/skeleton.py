@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from operator import itemgetter
 from typing import Literal, NamedTuple
 
+from modelquirks.planner.checkpoint.manifest import Manifest
 from modelquirks.planner.dtypes import nbytes
-from modelquirks.quirks.family import Family, group
+from modelquirks.quirks.family import Family, grouped, numbered, raw_templates
 
 __all__ = ["Kind", "ModelTensor", "Skeleton"]
 
@@ -52,11 +54,53 @@ class Skeleton:
     config: Mapping[str, object] = field(default_factory=dict)
 
     @cached_property
+    def kinds(self) -> frozenset[Kind]:
+        """The kinds that occur."""
+        return frozenset(map(_KIND, self.tensors.values()))
+
+    def of_kinds(self, *kinds: Kind) -> frozenset[str]:
+        """Return the names of the tensors of these kinds."""
+        if self.kinds.isdisjoint(kinds):
+            return frozenset()
+        return frozenset(name for name, t in self.tensors.items() if t.kind in kinds)
+
+    @cached_property
     def wanted(self) -> Mapping[str, ModelTensor]:
         """The tensors that a checkpoint has to provide: all but the computed ones."""
+        if "computed" not in self.kinds:
+            return self.tensors
         return {name: t for name, t in self.tensors.items() if t.kind != "computed"}
 
     @cached_property
     def families(self) -> Mapping[str, Family]:
         """The wanted tensors by family."""
-        return group(self.wanted)
+        return grouped([*self.wanted], self._templates)
+
+    @cached_property
+    def even_types(self) -> Mapping[str, tuple[str, tuple[int, ...]]]:
+        """Dtype and shape of a family's tensors, by template, where all have the same."""
+        tensors = self.wanted.values()
+        columns = self._templates, map(_DTYPE, tensors), map(_SHAPE, tensors)
+        found: dict[str, list[tuple[str, tuple[int, ...]]]] = {}
+        for raw, dtype, shape in {*zip(*columns, strict=True)}:
+            found.setdefault(raw, []).append((dtype, shape))
+        return {numbered(raw): types[0] for raw, types in found.items() if len(types) == 1}
+
+    def column(self, by_template: Mapping[str, int]) -> Iterable[int]:
+        """Return for each wanted tensor, in order, what its family has in *by_template*, or 0."""
+        raw = {raw: by_template.get(numbered(raw), 0) for raw in {*self._templates}}
+        return map(raw.__getitem__, self._templates)
+
+    def take_families(self, manifest: Manifest) -> None:
+        """Take the families of *manifest* for one's own, if it has the same names in one order."""
+        if len(self.wanted) == len(manifest.tensors) and [*self.wanted] == [*manifest.tensors]:
+            vars(self)["_templates"] = manifest.templates  # what the properties would make anew
+            vars(self)["families"] = manifest.families
+
+    @cached_property
+    def _templates(self) -> Sequence[str]:
+        """The raw template of each wanted tensor."""
+        return raw_templates([*self.wanted])
+
+
+_DTYPE, _SHAPE, _KIND = itemgetter(1), itemgetter(2), itemgetter(3)

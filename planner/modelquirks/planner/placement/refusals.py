@@ -22,7 +22,7 @@ def refusals(
     knows them; *devices* says where each tensor goes.
     """
     for record in records:
-        names = list(packed.get(record.name, ()))
+        names = list(packed.get(record.name, ())) if record.refuses else []
         for refusal in record.refuses:
             there = [name for name in names if devices.get(name) == refusal.device]
             if there:
