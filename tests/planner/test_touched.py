@@ -1,0 +1,90 @@
+"""What one step reads of a tensor, and what it moves of an offloaded one."""
+
+from __future__ import annotations
+
+import pytest
+
+from modelquirks.planner.placement.moduletree import ModuleTree
+from modelquirks.planner.placement.touched import Experts, experts_of, touched
+
+SHAPES = {
+    "embed_tokens.weight": (100, 10),
+    "layers.0.mlp.experts.gate_up_proj": (8, 20, 10),
+    "layers.0.mlp.experts.0.w1.weight": (20, 10),
+    "layers.1.mlp.experts.3.w1.weight": (20, 10),
+    "layers.0.mlp.shared_experts.up_proj.weight": (20, 10),
+    "layers.0.moe.input_linear.weight": (8, 20, 10),
+    "layers.0.attn.weight": (10, 10),
+    "lm_head.weight": (100, 10),
+}
+
+
+def of(
+    experts: Experts | None, batch: int = 1, aliases: dict[str, str] | None = None
+) -> ModuleTree:
+    tied = aliases or {}
+    sizes = {name: 1000 for name in SHAPES if name not in tied}
+    return touched(
+        ModuleTree(sizes, ("",), aliases=tied),
+        [((name,), shape) for name, shape in SHAPES.items()],
+        SHAPES.__getitem__,
+        {},
+        experts,
+        batch=batch,
+    )
+
+
+def test_of_experts_a_token_reads_its_share_and_of_a_table_a_row() -> None:
+    tree = of(Experts(8, 2))
+    assert tree.read == {
+        "embed_tokens.weight": 10.0,
+        "layers.0.mlp.experts.gate_up_proj": 250.0,
+        "layers.0.mlp.experts.0.w1.weight": 250.0,
+        "layers.1.mlp.experts.3.w1.weight": 250.0,
+        "layers.0.moe.input_linear.weight": 250.0,
+    }
+
+
+def test_only_experts_with_a_module_each_are_moved_in_part() -> None:
+    assert of(Experts(8, 2)).streamed == {
+        "layers.0.mlp.experts.0.w1.weight": 250.0,
+        "layers.1.mlp.experts.3.w1.weight": 250.0,
+    }
+
+
+def test_a_batch_touches_more_experts() -> None:
+    read = of(Experts(128, 8), batch=8).read["layers.0.mlp.experts.gate_up_proj"]
+    assert read == pytest.approx(1000 * 0.403, abs=1)  # facts: N=128, k=8, B=8: 0.40
+    assert of(None, batch=1000).read == {}
+
+
+def test_a_tie_of_a_table_and_a_head_is_read_whole_and_moved_twice() -> None:
+    tree = of(None, aliases={"lm_head.weight": "embed_tokens.weight"})
+    assert tree.read["embed_tokens.weight"] == 1000
+    assert tree.streamed["embed_tokens.weight"] == 2000
+
+
+def test_measured_frequencies_say_what_each_expert_is_read() -> None:
+    experts = Experts(4, 1, {"0": [1.0, 0.0, 0.0, 0.0], "1": [0.1, 0.1, 0.1, 0.7]})
+    tree = of(experts)
+    assert tree.read.get("layers.0.mlp.experts.0.w1.weight", 1000) == 1000
+    assert tree.read["layers.1.mlp.experts.3.w1.weight"] == pytest.approx(700)
+    assert tree.read["layers.0.mlp.experts.gate_up_proj"] == pytest.approx(250)
+
+
+@pytest.mark.parametrize(
+    ("config", "found"),
+    [
+        ({"num_local_experts": 8, "num_experts_per_tok": 2}, (8, 2)),
+        ({"n_routed_experts": 256, "num_experts_per_tok": 8}, (256, 8)),
+        ({"ffn_config": {"moe_num_experts": 16, "moe_top_k": 4}}, (16, 4)),
+        ({"num_experts": 8}, None),
+        ({"num_experts": 2, "num_experts_per_tok": 4}, None),
+        ({}, None),
+    ],
+)
+def test_configs_call_the_two_numbers_differently(
+    config: dict[str, object], found: tuple[int, int] | None
+) -> None:
+    experts = experts_of(config)
+    assert (None if experts is None else (experts.n, experts.k)) == found
