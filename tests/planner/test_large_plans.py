@@ -18,11 +18,12 @@ from modelquirks.planner.checkpoint.lazy_tensors import LazyTensors
 from modelquirks.planner.checkpoint.manifest import Manifest, StoredTensor
 from modelquirks.planner.checkpoint.open import open_manifest
 from modelquirks.planner.mapping.logical import from_renamed
+from modelquirks.planner.model.skeleton import ModelTensor, Skeleton
 from modelquirks.planner.placement.moduletree import ModuleTree
 from modelquirks.planner.placement.outline import Outline, outlined
 from modelquirks.planner.placement.placement import place
 from modelquirks.planner.placement.tree import tree_of_checkpoint
-from modelquirks.quirks.family import group
+from modelquirks.quirks.family import group, template_of
 from modelquirks.quirks.resolve import Renamed
 
 relaxed = settings(deadline=None)
@@ -75,6 +76,34 @@ def test_tensors_made_on_demand_are_those_read_one_by_one(tmp_path: Path) -> Non
     assert (lazy.total_bytes, lazy.has_headers) == (read.total_bytes, True) == (18, True)
     assert [f.code for f in lazy.findings] == [f.code for f in read.findings]
     assert lazy.families == read.families
+
+
+def test_types_by_family_are_those_of_each_tensor(tmp_path: Path) -> None:
+    files = {"layers.1.w": 3, "layers.0.w": 3, "h.0": 4}, {"layers.2.w": 3, "h.1": 6, "norm": 0}
+    quick, plain = folders(tmp_path)
+
+    for manifest in (
+        open_manifest(written(quick, *files)),
+        open_manifest(written(plain, *files, odd=True)),
+    ):
+        assert manifest.even_types == {"layers.{0}.w": ("I8", (3,)), "norm": ("I8", (0,))}
+        assert manifest.uneven_types == {"h.{0}": [("I8", (4,)), ("I8", (6,))]}
+
+
+@relaxed
+@given(names, st.data())
+def test_a_model_takes_the_families_of_a_checkpoint_with_its_names_only(
+    listed: list[str], data: st.DataObject
+) -> None:
+    wanted = data.draw(st.one_of(st.just(listed), st.permutations(listed), names))
+    skeleton = Skeleton("test", {n: ModelTensor(n, "I8", (1,)) for n in wanted}, {})
+    tensors = {n: StoredTensor(n, "f", "I8", (1,), 0, 1) for n in listed}
+
+    skeleton.take_families(Manifest(Path(), Path(), "safetensors", tensors, (), {}))
+
+    assert [*skeleton.families.items()] == [*group(wanted).items()]
+    numbers = {template: number for number, template in enumerate(group(wanted), 1)}
+    assert [*skeleton.column(numbers)] == [numbers[template_of(name)] for name in wanted]
 
 
 def test_the_layout_tells_which_file_each_tensor_is_from(tmp_path: Path) -> None:

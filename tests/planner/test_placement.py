@@ -195,10 +195,13 @@ def test_of_a_module_that_may_be_split_only_the_largest_part_needs_room_to_run()
     """accelerate moves in the tensors of one module at a time, beside those of its owners."""
     parts = {f"layers.{n}.{part}": 40 for n in range(20) for part in ("a.w", "b.w")}
     tree = ModuleTree({**parts, **{f"layers.{n}.scale": 5 for n in range(20)}}, ("",))
-    placement = placed(tree, {0: 900, "cpu": None})
+    placement = placed(tree, {0: 900, "cpu": None}, "sequential")
     assert placement.device_map["layers.19"] == "cpu"
     assert told(placement, "room-for-streaming").startswith("45 B on 0 are left free")
     assert used(placement)[0] == 85 * 10
+    cheapest = placed(tree, {0: 900, "cpu": None})
+    assert told(cheapest, "room-for-streaming").startswith("40 B on 0 are left free")
+    assert used(cheapest)["cpu"] < used(placement)["cpu"]
 
 
 def test_cpu_beside_mps_is_not_used() -> None:
@@ -370,6 +373,22 @@ def test_the_report_has_the_map_the_memory_and_the_reasons() -> None:
         },
         "solver": "auto",
         "main_device": 0,
+        "reserves": [
+            {
+                "what": "streaming",
+                "device": "0",
+                "n_bytes": 10,
+                "formula": "the largest module that is moved there to run: 'b1'",
+            }
+        ],
+        "prediction": {
+            "seconds": pytest.approx(20 / 5e9 + 30 / 800e9),
+            "bound_seconds": pytest.approx(20 / 5e9 + 30 / 800e9),
+            "gap": pytest.approx(0, abs=1e-4),
+            "objective": "latency",
+            "batch": 1,
+            "machine": "assumed",
+        },
         "reasons": {
             "b0": "fits on the main device",
             "b1": "no room but on the disk; read from there when it runs on 0",

@@ -47,6 +47,12 @@ class Problem:
         """The items in module order."""
         return self.cut.items
 
+    def homes_of(self, item: Item) -> tuple[Device, ...]:
+        """Return the homes that *item* may go to, in order."""
+        if item.pin is not None:
+            return (item.pin,) if item.pin in self.homes or item.pin == self.main else ()
+        return (self.main,) if item.pinned else self.homes
+
     @property
     def fits_in_sum(self) -> bool:
         """Whether there are enough bytes if items could be cut anywhere."""
@@ -71,8 +77,8 @@ class _Free:
                 and item.moved_bytes <= self.left[device]
                 and item.kept_bytes <= self.left[main]
             )
-        hold = self._hold if device == main and not item.pinned else 0
-        return item.n_bytes <= self.left[device] - hold
+        hold = self._hold if device == main and not item.fixed else 0
+        return item.n_bytes + item.padding(device) <= self.left[device] - hold
 
     def put(self, item: Item, device: Device, sign: int = 1) -> None:
         """Count *item* on *device*; with *sign* -1, take it away again."""
@@ -80,7 +86,7 @@ class _Free:
             self.left[device] -= sign * item.moved_bytes
             self.left[self._problem.main] -= sign * item.kept_bytes
         else:
-            self.left[device] -= sign * item.n_bytes
+            self.left[device] -= sign * (item.n_bytes + item.padding(device))
 
 
 def greedy(problem: Problem, *, back: bool, hold: int = 0) -> Assignment | None:
@@ -93,13 +99,13 @@ def greedy(problem: Problem, *, back: bool, hold: int = 0) -> Assignment | None:
     free = _Free(problem, hold)
     found: dict[int, Device] = {}
     start = 0
-    for number in sorted(range(len(problem.items)), key=lambda n: not problem.items[n].pinned):
+    for number in sorted(range(len(problem.items)), key=lambda n: not problem.items[n].fixed):
         item = problem.items[number]
-        homes = (problem.main,) if item.pinned else problem.homes[0 if back else start :]
+        homes = problem.homes_of(item)[0 if back or item.fixed else start :]
         home = next((home for home in homes if free.takes(item, home)), None)
         if home is None:
             return None
-        if not item.pinned:
+        if not item.fixed:
             start = problem.homes.index(home)
         found[number] = home
         free.put(item, home)
@@ -110,9 +116,8 @@ def unplaced(problem: Problem) -> tuple[list[Item], Mapping[Device, int]]:
     """Return the items that find no device, the others placed, and what is left of each room."""
     free = _Free(problem)
     lost: list[Item] = []
-    for item in sorted(problem.items, key=lambda item: not item.pinned):
-        homes = (problem.main,) if item.pinned else problem.homes
-        home = next((home for home in homes if free.takes(item, home)), None)
+    for item in sorted(problem.items, key=lambda item: not item.fixed):
+        home = next((home for home in problem.homes_of(item) if free.takes(item, home)), None)
         if home is None:
             lost.append(item)
         else:
@@ -127,10 +132,14 @@ def spread(problem: Problem, *, spare_first: bool = False) -> Assignment | None:
     to an even share as that allows. With *spare_first* the first home gets only what the others
     have no room for.
     """
-    loose = [item for item in problem.items if not item.pinned]
-    sums = [0, *accumulate(item.n_bytes for item in loose)]
+    loose = [item for item in problem.items if not item.fixed]
+    sums = [0, *accumulate(item.n_bytes + item.pad_bytes for item in loose)]
     base = [0] * len(problem.homes)
-    base[problem.homes.index(problem.main)] = sum(i.n_bytes for i in problem.items if i.pinned)
+    for item in problem.items:
+        if item.fixed:
+            if not (homes := problem.homes_of(item)):
+                return None
+            base[problem.homes.index(homes[0])] += item.n_bytes + item.padding(homes[0])
     rooms = [problem.rooms[home] - b for home, b in zip(problem.homes, base, strict=True)]
     first = 0
     if spare_first and len(rooms) > 1:
@@ -142,8 +151,10 @@ def spread(problem: Problem, *, spare_first: bool = False) -> Assignment | None:
         ends = _even(sums, rooms, base, 0)
     if min(rooms) < 0 or ends[-1] < len(loose):
         return None
-    homes = iter([home for n, home in enumerate(problem.homes) for _ in range(*_span(ends, n))])
-    return tuple(problem.main if item.pinned else next(homes) for item in problem.items)
+    loosely = iter([home for n, home in enumerate(problem.homes) for _ in range(*_span(ends, n))])
+    return tuple(
+        problem.homes_of(item)[0] if item.fixed else next(loosely) for item in problem.items
+    )
 
 
 def _span(ends: Sequence[int], number: int) -> tuple[int, int]:
@@ -204,7 +215,7 @@ def search(problem: Problem) -> Assignment | None:
     items = problem.items
     if len(items) > _STEPS or not problem.fits_in_sum:
         return None
-    order = sorted(range(len(items)), key=lambda n: (not items[n].pinned, -items[n].n_bytes))
+    order = sorted(range(len(items)), key=lambda n: (not items[n].fixed, -items[n].n_bytes))
     free = _Free(problem)
     seen: set[tuple[int, ...]] = set()
     chosen: list[Device] = []
@@ -233,7 +244,7 @@ def search(problem: Problem) -> Assignment | None:
 def _ways(problem: Problem, free: _Free, item: Item) -> Iterator[Device]:
     """Yield the homes that take *item*; of homes that are alike the first."""
     tried: set[tuple[bool, bool, int]] = set()
-    for home in (problem.main,) if item.pinned else problem.homes:
+    for home in problem.homes_of(item):
         alike = (home in problem.offloaded, home == problem.main, free.left[home])
         if alike not in tried and free.takes(item, home):
             tried.add(alike)

@@ -6,14 +6,19 @@ several devices, or several of these that must stay together (ties, companions).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import re
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import repeat
 from typing import NamedTuple
 
+from modelquirks.planner.names import parent
+from modelquirks.planner.placement.cost import NOTHING, Load
+from modelquirks.planner.placement.memory import Device
 from modelquirks.planner.placement.moduletree import Module, ModuleTree
 
-__all__ = ["Cut", "Item", "cuts"]
+__all__ = ["Cut", "Item", "Kind", "cuts"]
 
 _PARTS = (16, 128)
 """Coarse cuts keep a module whole that is at most one part in so many of the model."""
@@ -40,11 +45,47 @@ class Item:
     hook that moves their tensors and inputs. Tensors of a module whose parts are apart are left
     where they are, and never read from the disk; those of the root are moved to the main device.
     """
+    load: Load = NOTHING
+    """What one step asks for."""
+    pad_bytes: int = 0
+    """More that it takes on an accelerator, whose allocator rounds up."""
+    pin: Device | None = None
+    """Where somebody wants it."""
 
     @property
     def n_bytes(self) -> int:
-        """All bytes of the item."""
+        """All bytes of the item, its cache included."""
         return self.moved_bytes + self.kept_bytes
+
+    @property
+    def fixed(self) -> bool:
+        """Whether there is no choice."""
+        return self.pinned or self.pin is not None
+
+    def padding(self, device: Device) -> int:
+        """Return what it takes on *device* beside ``n_bytes``."""
+        return 0 if device in ("cpu", "disk") else self.pad_bytes
+
+    @property
+    def kind(self) -> Hashable:
+        """What items have in common that are alike for a solver."""
+        return (
+            self.moved_bytes, self.kept_bytes, self.run_bytes, self.pinned, self.load,
+            self.pad_bytes, self.pin,
+        )  # fmt: skip
+
+
+class Kind(NamedTuple):
+    """Items that are alike."""
+
+    item: Item
+    numbers: tuple[int, ...]
+    """Their places among the items of the problem, in module order."""
+
+    @property
+    def n(self) -> int:
+        """How many there are."""
+        return len(self.numbers)
 
 
 @dataclass(frozen=True)
@@ -61,7 +102,15 @@ class Cut:
     @cached_property
     def kept_bytes(self) -> int:
         """Bytes that would stay on the main device if all were offloaded that can be."""
-        return sum(item.kept_bytes for item in self.items if not item.pinned)
+        return sum(item.kept_bytes for item in self.items if not item.fixed)
+
+    @cached_property
+    def kinds(self) -> tuple[Kind, ...]:
+        """The items by kind."""
+        alike: dict[Hashable, list[int]] = {}
+        for number, item in enumerate(self.items):
+            alike.setdefault(item.kind, []).append(number)
+        return tuple(Kind(self.items[numbers[0]], tuple(numbers)) for numbers in alike.values())
 
     @cached_property
     def run_sizes(self) -> tuple[int, ...]:
@@ -77,14 +126,19 @@ class _Piece(NamedTuple):
     pinned: bool = False
 
 
-def cuts(tree: ModuleTree, *, offload_buffers: bool) -> tuple[Cut, ...]:
+def cuts(
+    tree: ModuleTree, *, offload_buffers: bool, pins: Mapping[str, Device] | None = None
+) -> tuple[Cut, ...]:
     """Return the ways to cut *tree*, coarse ones first; the last is the finest.
+
+    *pins* are tensors with the device that somebody wants for them; a module of which some have
+    one and others not is not kept whole, if it may be parted.
 
     A coarse one keeps modules whole that are at most 1/16 (then 1/128) of the model. That makes
     short maps, and modules with tensors of their own (the embeddings of a vision model) run on
     one device.
     """
-    cutter = _Cutter(tree, offload_buffers)
+    cutter = _Cutter(tree, offload_buffers, pins or {})
     total = cutter.totals[""]
     found = [cutter.cut(total // part) for part in _PARTS]
     found.append(cutter.cut(-1))
@@ -94,8 +148,9 @@ def cuts(tree: ModuleTree, *, offload_buffers: bool) -> tuple[Cut, ...]:
 class _Cutter:
     """Sums over one tree, made once for all its cuts."""
 
-    def __init__(self, tree: ModuleTree, offload_buffers: bool) -> None:
+    def __init__(self, tree: ModuleTree, offload_buffers: bool, pins: Mapping[str, Device]) -> None:
         self._tree = tree
+        self._pins = pins
         self._offload_buffers = offload_buffers
         self.totals: dict[str, int] = {}
         """Bytes of each module, its parts included."""
@@ -125,8 +180,10 @@ class _Cutter:
         )
 
     def _pieces(self, module: Module, bound: int) -> Iterator[_Piece]:
-        small = module.name != "" and self.totals[module.name] <= bound
-        if small or module.name in self._tree.units or not module.parts:
+        alike = not self._pins or len({self._pins.get(name) for name in module.below()}) == 1
+        small = module.name != "" and self.totals[module.name] <= bound and alike
+        asked = self._pins and alike and module.below() and module.below()[0] in self._pins
+        if small or asked or module.name in self._tree.units or not module.parts:
             if tensors := module.below():
                 yield _Piece(module.name, tensors, self._run[module.name])
             return
@@ -153,16 +210,67 @@ class _Cutter:
         members: dict[int, list[_Piece]] = {}
         for number, piece in enumerate(pieces):
             members.setdefault(find(number), []).append(piece)
-        return (self._item(joined) for joined in members.values())
+        states = _states(pieces, self._tree.state)
+        reads = _states(pieces, self._tree.state_read or self._tree.state)
+        return (self._item(joined, states, reads) for joined in members.values())
 
-    def _item(self, pieces: list[_Piece]) -> Item:
+    def _item(
+        self, pieces: list[_Piece], states: Mapping[str, int], reads: Mapping[str, int]
+    ) -> Item:
+        tree = self._tree
         tensors = tuple(name for piece in pieces for name in piece.tensors)
+        owned = [(name, tree.sizes[name]) for name in tensors if name in tree.sizes]
+        size = sum(n for _, n in owned)
         moved = self._moved(tensors)
+        state = sum(states.get(piece.name, 0) for piece in pieces)
+        load = Load(
+            size=size,
+            read=_sum(owned, tree.read),
+            streamed=max(0.0, _sum(owned, tree.streamed) - (size - moved)),
+            state=sum(reads.get(piece.name, 0) for piece in pieces),
+        )
         return Item(
             names=tuple(piece.name for piece in pieces),
             tensors=tensors,
             moved_bytes=moved,
-            kept_bytes=sum(self._tree.sizes.get(name, 0) for name in tensors) - moved,
+            kept_bytes=size - moved + state,
             run_bytes=max(piece.run_bytes for piece in pieces),
             pinned=any(piece.pinned for piece in pieces),
+            pin=next((self._pins[name] for name in tensors if name in self._pins), None),
+            load=load,
+            pad_bytes=sum(map(tree.padding.get, tensors, repeat(0))) if tree.padding else 0,
         )
+
+
+def _sum(owned: Sequence[tuple[str, int]], some: Mapping[str, float]) -> float:
+    """Return the sum of sizes, of those in *some* what is told there."""
+    return sum(some.get(name, size) for name, size in owned) if some else sum(n for _, n in owned)
+
+
+def _states(pieces: Sequence[_Piece], state: Mapping[str, int]) -> Mapping[str, int]:
+    """Return the bytes of cache by piece.
+
+    A module that is in a piece gives its cache to that; one whose parts are pieces, to the one
+    that attends, which is where it is needed, else to the first.
+    """
+    if not state:
+        return {}
+    names = {piece.name for piece in pieces}
+    below: dict[str, list[str]] = {}
+    for name in names:
+        above = parent(name)
+        while above:
+            below.setdefault(above, []).append(name)
+            above = parent(above)
+    found: dict[str, int] = {}
+    for module, n_bytes in state.items():
+        home = module
+        while home and home not in names:
+            home = parent(home)
+        if not home and (parts := sorted(below.get(module, ()))):
+            home = next((part for part in parts if _ATTENDS.search(part)), parts[0])
+        found[home] = found.get(home, 0) + n_bytes
+    return found
+
+
+_ATTENDS = re.compile(r"attn|attention|mixer|mamba|conv", re.I)

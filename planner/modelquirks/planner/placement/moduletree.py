@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 from modelquirks.planner.finding import shown
 from modelquirks.planner.names import parent
@@ -58,16 +59,32 @@ class ModuleTree:
     """More groups of tensors that must share a device: companions."""
     computed: frozenset[str] = frozenset()
     """Buffers that no checkpoint holds. They stay on the main device in any case."""
+    read: Mapping[str, float] = field(default_factory=dict)
+    """Bytes that one step reads of a tensor where it runs, if not all: of routed experts, of an
+    embedding's rows."""
+    streamed: Mapping[str, float] = field(default_factory=dict)
+    """Bytes that one step moves of an offloaded tensor, if not all: of experts with a module
+    each, or of a tie, which each of its modules moves."""
+    padding: Mapping[str, int] = field(default_factory=dict)
+    """Bytes by which an accelerator's allocator rounds a tensor up, if any."""
+    state: Mapping[str, int] = field(default_factory=dict)
+    """Bytes of cache that a module keeps, at most, on the device it runs on."""
+    state_read: Mapping[str, int] = field(default_factory=dict)
+    """Bytes of it that one step reads, if it is not all: a window keeps its whole prompt at
+    first."""
 
     def __post_init__(self) -> None:
         """Raise ValueError with all faults."""
         groups = [name for group in self.together for name in group]
-        known = self.sizes.keys() | self.aliases.keys()
         lost = [f"owner {o!r} of {a!r}" for a, o in self.aliases.items() if o not in self.sizes]
-        lost += [f"tensor {name!r} of a group" for name in groups if name not in known]
-        lost += [f"size {size} of {name!r}" for name, size in self.sizes.items() if size < 0]
+        lost += [f"tensor {name!r} of a group" for name in groups if not self._has(name)]
+        if min(self.sizes.values(), default=0) < 0:
+            lost += [f"size {size} of {name!r}" for name, size in self.sizes.items() if size < 0]
         if lost:
             raise ValueError(f"a module tree cannot be made: wrong or not known are {shown(lost)}")
+
+    def _has(self, name: str) -> bool:
+        return name in self.sizes or name in self.aliases
 
     @cached_property
     def root(self) -> Module:
@@ -90,6 +107,29 @@ class ModuleTree:
     def groups(self) -> tuple[tuple[str, ...], ...]:
         """Tensors that must share a device: each alias with its owner, then ``together``."""
         return (*((owner, alias) for alias, owner in self.aliases.items()), *self.together)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields as plain data, those that are empty left out."""
+        data: dict[str, Any] = {"sizes": dict(self.sizes), "modules": list(self.modules)}
+        for name in ("aliases", "read", "streamed", "padding", "state", "state_read"):
+            if given := getattr(self, name):
+                data[name] = dict(given)
+        for name in ("units", "buffers", "computed"):
+            if given := getattr(self, name):
+                data[name] = sorted(given)
+        if self.together:
+            data["together"] = [list(group) for group in self.together]
+        return data
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> ModuleTree:
+        """Return what :meth:`to_json` told."""
+        fields = dict(data)
+        fields["modules"] = tuple(data["modules"])
+        fields |= {n: frozenset(data[n]) for n in ("units", "buffers", "computed") if n in data}
+        if "together" in data:
+            fields["together"] = tuple(tuple(group) for group in data["together"])
+        return cls(**fields)
 
     def stays(self, name: str, *, offload_buffers: bool) -> bool:
         """Tell whether this tensor of an offloaded module stays on the main device.

@@ -6,7 +6,8 @@ each layer how many bytes move and how many stay, not what is in it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -71,51 +72,89 @@ def outlined(tree: ModuleTree) -> Outline:
     """Return the outline of *tree*. Tensors that are tied or have companions keep their names."""
     if not tree.units:
         return Outline(tree, lambda: tree)
-    top = _topmost(tree)
-    grouped = {name for group in tree.groups for name in group}
-    sizes: dict[str, int] = {}
-    buffers: set[str] = set()
-    computed: set[str] = set()
-    special = tree.buffers | tree.computed
-    contents = {unit: content_of(unit) for unit in tree.units}
-    for name, size in tree.sizes.items():
-        unit = top(parent(name))
-        counted = name
-        if unit is not None and name not in grouped:
-            counted = content_of(unit, _kind(tree, name)) if name in special else contents[unit]
-        sizes[counted] = sizes.get(counted, 0) + size
-        if name in tree.buffers:
-            buffers.add(counted)
-        if name in tree.computed:
-            computed.add(counted)
+    counts = _Counts(tree)
+    sizes: dict[str, int] = defaultdict(int)
+    modules = (name.rpartition(".")[0] for name in tree.sizes)
+    contents = map(counts.contents.__getitem__, modules)
+    odd = counts.odd
+    for name, content, size in zip(tree.sizes, contents, tree.sizes.values(), strict=True):
+        sizes[content if content and name not in odd else counts.of(name)] += size
     coarse = ModuleTree(
-        sizes=sizes,
-        modules=tuple(m for m in tree.modules if (unit := top(m)) is None or unit == m),
+        sizes=dict(sizes),
+        modules=tuple(filter(counts.is_outside, tree.modules)),
         units=tree.units,
         aliases=tree.aliases,
-        buffers=frozenset(buffers),
+        buffers=frozenset(counts.of(name) for name in tree.buffers if name in tree.sizes),
         together=tree.together,
-        computed=frozenset(computed),
+        computed=frozenset(counts.of(name) for name in tree.computed if name in tree.sizes),
+        read=_summed(tree, tree.read, sizes, counts),
+        streamed=_summed(tree, tree.streamed, sizes, counts),
+        padding=_added(tree.padding, counts),
+        state=tree.state,
+        state_read=tree.state_read,
     )
     return Outline(coarse, lambda: tree)
 
 
-def _kind(tree: ModuleTree, name: str) -> str:
-    """Return what sets a tensor apart from others of its unit: some stay where the model runs."""
-    if name in tree.computed:
-        return "*computed"
-    return "*buffers" if name in tree.buffers else "*"
+class _Counts:
+    """As what each tensor counts: in a unit as its content, else as itself."""
+
+    def __init__(self, tree: ModuleTree) -> None:
+        self._tree = tree
+        self.contents = _Contents(tree.units)
+        self._tied = {name for group in tree.groups for name in group}
+        self.odd = self._tied | tree.buffers | tree.computed
+        """Tensors that may count otherwise than others of their module."""
+
+    def of(self, name: str) -> str:
+        """Return as what one tensor counts."""
+        content = self.contents[parent(name)]
+        if not content or name in self._tied:
+            return name
+        if name not in self.odd:
+            return content
+        # Some tensors of a unit stay where the model runs.
+        return f"{content}computed" if name in self._tree.computed else f"{content}buffers"
+
+    def is_outside(self, module: str) -> bool:
+        """Tell whether a module is in no other one that is a unit."""
+        content = self.contents[module]
+        return not content or (module in self._tree.units and content == content_of(module))
 
 
-def _topmost(tree: ModuleTree) -> Callable[[str], str | None]:
-    """Return the function that gives the outermost unit that a module is or is in."""
-    found: dict[str, str | None] = {"": "" if "" in tree.units else None}
+def _summed(
+    tree: ModuleTree,
+    some: Mapping[str, float],
+    sizes: Mapping[str, int],
+    counts: _Counts,
+) -> Mapping[str, float]:
+    """Return the bytes that are read or moved of what counts as one: all of those not in *some*."""
+    found: dict[str, float] = {}
+    for name, n_bytes in some.items():
+        counted = counts.of(name)
+        found[counted] = found.get(counted, sizes[counted]) + n_bytes - tree.sizes[name]
+    return found
 
-    def top(module: str) -> str | None:
-        if module not in found:
-            above = top(parent(module))
-            itself = module if module in tree.units else None
-            found[module] = itself if above is None else above
-        return found[module]
 
-    return top
+def _added(some: Mapping[str, int], counts: _Counts) -> Mapping[str, int]:
+    found: dict[str, int] = {}
+    for name, n_bytes in some.items():
+        counted = counts.of(name)
+        found[counted] = found.get(counted, 0) + n_bytes
+    return found
+
+
+class _Contents(dict[str, str]):
+    """Module → as what the tensors count of the outermost unit that it is or is in.
+
+    Empty for a module that is in none.
+    """
+
+    def __init__(self, units: Collection[str]) -> None:
+        super().__init__({"": content_of("") if "" in units else ""})
+        self._units = units
+
+    def __missing__(self, module: str) -> str:
+        above = self[module.rpartition(".")[0]]
+        found = self[module] = above or (content_of(module) if module in self._units else "")
+        return found

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from modelquirks.planner.finding import Finding
+from modelquirks.planner.placement.cost import Costs, Objective
 from modelquirks.planner.placement.devicemap import GivenMap, checked, compact, main_of, read_given
 from modelquirks.planner.placement.items import cuts
-from modelquirks.planner.placement.memory import Device, canonical_order, show_bytes
-from modelquirks.planner.placement.moduletree import ModuleTree, is_offloaded, used_bytes
+from modelquirks.planner.placement.machine import of_memory
+from modelquirks.planner.placement.memory import Device, canonical_order, parse_device, show_bytes
+from modelquirks.planner.placement.moduletree import (
+    ModuleTree,
+    is_offloaded,
+    runs_on,
+    used_bytes,
+)
 from modelquirks.planner.placement.outline import Outline, Spread, outlined
 from modelquirks.planner.placement.reasons import (
     does_not_fit,
@@ -18,9 +25,13 @@ from modelquirks.planner.placement.reasons import (
     remarks,
     solved_reasons,
 )
-from modelquirks.planner.placement.solve import POLICIES, Memory, Policy, Solution, solve
+from modelquirks.planner.placement.solve import POLICIES, Memory, Policy, Setting, Solution, solve
+from modelquirks.planner.placement.wishes import Wishes, pinned
+from modelquirks.planner.placement.workload import Reserve
 
-__all__ = ["DeviceMemory", "ModuleTree", "Placement", "place"]
+__all__ = ["DeviceMemory", "Inputs", "ModuleTree", "Placement", "Prediction", "place"]
+
+Pins = Sequence[tuple[str, Device]]
 
 
 class DeviceMemory(NamedTuple):
@@ -30,6 +41,78 @@ class DeviceMemory(NamedTuple):
     """None: no limit, or none that is known."""
     used_bytes: int
     """What stays there while the model waits; room for streaming is not in it."""
+
+
+class Prediction(NamedTuple):
+    """What one step of generation takes, by the machine's rates (docs/placement.md)."""
+
+    seconds: float
+    """Of a step that makes one token of every sequence; with ``startup`` up to the first one."""
+    bound_seconds: float | None
+    """No placement takes less. None where nobody asked: for maps and accelerate's own rules."""
+    objective: Objective
+    batch: int
+    machine: str
+    """Whose rates these are."""
+
+    @property
+    def gap(self) -> float | None:
+        """How much more than the bound it takes, at most, as a share; None without a bound."""
+        if self.bound_seconds is None:
+            return None
+        return self.seconds / self.bound_seconds - 1 if self.bound_seconds else 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields and the gap."""
+        return {**self._asdict(), "gap": self.gap}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Prediction:
+        """Return what :meth:`to_json` told."""
+        return cls(**{name: data[name] for name in cls._fields})
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What a placement was made from, so that others can be tried beside it."""
+
+    tree: ModuleTree
+    policy: str
+    memory: Memory
+    wishes: Wishes
+    offload_buffers: bool
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields as plain data."""
+        return {
+            "tree": self.tree.to_json(),
+            "policy": self.policy,
+            "memory": {str(device): n for device, n in self.memory.items()},
+            "wishes": self.wishes.to_json(),
+            "offload_buffers": self.offload_buffers,
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Inputs:
+        """Return what :meth:`to_json` told."""
+        return cls(
+            tree=ModuleTree.from_json(data["tree"]),
+            policy=data["policy"],
+            memory={parse_device(device): n for device, n in data["memory"].items()},
+            wishes=Wishes.from_json(data["wishes"]),
+            offload_buffers=data["offload_buffers"],
+        )
+
+    def placed(self, *, memory: Memory | None = None, pins: Pins = ()) -> Placement:
+        """Return the placement with other capacities, or more pins."""
+        wishes = replace(self.wishes, pins=(*self.wishes.pins, *pins))
+        return place(
+            self.tree,
+            device_map=self.policy,
+            max_memory=self.memory if memory is None else memory,
+            offload_buffers=self.offload_buffers,
+            wishes=wishes,
+        )
 
 
 @dataclass(frozen=True)
@@ -48,6 +131,11 @@ class Placement:
     reasons: Mapping[str, str] = field(default_factory=dict)
     """Key of ``device_map`` → one sentence: why there."""
     findings: tuple[Finding, ...] = ()
+    reserves: tuple[Reserve, ...] = ()
+    """What is kept free for something else than weights."""
+    prediction: Prediction | None = None
+    inputs: Inputs | None = field(default=None, compare=False, repr=False)
+    """None for a map that somebody wrote."""
 
     @property
     def ok(self) -> bool:
@@ -61,6 +149,8 @@ class Placement:
             "memory": {str(device): m._asdict() for device, m in self.memory.items()},
             "solver": self.solver,
             "main_device": self.main_device,
+            "reserves": [reserve._asdict() for reserve in self.reserves],
+            "prediction": None if self.prediction is None else self.prediction.to_json(),
             "reasons": dict(self.reasons),
         }
 
@@ -71,24 +161,27 @@ def place(
     device_map: str | Mapping[str, object],
     max_memory: Memory,
     offload_buffers: bool = False,
+    wishes: Wishes | None = None,
 ) -> Placement:
     """Return where each tensor of *tree* goes.
 
     *device_map* is a policy (:func:`~modelquirks.planner.placement.solve.solve` says what each
     does) or a map, which is checked. *max_memory* is bytes by device, None for no limit, as
     :func:`~modelquirks.planner.placement.memory.normalize_max_memory` gives it; devices that
-    are not in it are not used by a policy, and have no known limit for a map.
+    are not in it are not used by a policy, and have no known limit for a map. *wishes* say how
+    fast the devices are, what the model will do, and what must stay free or be where.
 
     What does not fit or is wrong with a map are findings. ValueError for a policy that there is
     not.
     """
+    heeded = Wishes() if wishes is None else wishes
     if not isinstance(device_map, str):
         whole = tree if isinstance(tree, ModuleTree) else tree.whole
-        return _given(whole, device_map, max_memory, offload_buffers=offload_buffers)
+        return _given(whole, device_map, max_memory, heeded, offload_buffers=offload_buffers)
     for policy in POLICIES:
         if policy == device_map:
             outline = outlined(tree) if isinstance(tree, ModuleTree) else tree
-            return _chosen(outline, policy, max_memory, offload_buffers=offload_buffers)
+            return _chosen(outline, policy, max_memory, heeded, offload_buffers=offload_buffers)
     raise ValueError(
         f"device_map {device_map!r} is not known: give one of {', '.join(POLICIES)}, or a map; "
         f"{{'': {device_map!r}}} puts the whole model on the device of that name"
@@ -96,17 +189,21 @@ def place(
 
 
 def _chosen(
-    outline: Outline, policy: Policy, memory: Memory, *, offload_buffers: bool
+    outline: Outline, policy: Policy, memory: Memory, wishes: Wishes, *, offload_buffers: bool
 ) -> Placement:
     tree = outline.coarse
-    ways = cuts(tree, offload_buffers=offload_buffers)
+    pins, wrong = pinned(tree, wishes.pins)
+    ways = cuts(tree, offload_buffers=offload_buffers, pins=pins)
     if not tree.tensors:
         main = main_of(canonical_order(memory))
         return Placement({"": main}, {}, {}, main, policy, {"": "has no tensors"})
-    solution = solve(ways, memory, policy)
+    setting = _setting(memory, wishes)
+    solution = None if wrong else solve(ways, setting, policy, even=not wishes.workload.context)
+    inputs = Inputs(tree, policy, memory, wishes, offload_buffers)
     if solution is None:
         unused = {device: DeviceMemory(memory[device], 0) for device in canonical_order(memory)}
-        return Placement({}, {}, unused, None, policy, {}, (does_not_fit(ways, memory, policy),))
+        why = (*wrong,) or (does_not_fit(ways, setting),)
+        return Placement({}, {}, unused, None, policy, {}, why, inputs=inputs)
     devices = _settled(tree, solution)
     main = solution.problem.main
     if not any(is_offloaded(device, main) for device in devices.values()):
@@ -120,17 +217,70 @@ def _chosen(
         solver=policy,
         reasons=solved_reasons(tree, emitted, solution, main),
         findings=(*remarks(solution, memory, main), *checked(tree, devices, main, given=False)),
+        reserves=tuple(_reserves(solution, wishes, main)),
+        prediction=_prediction(setting, wishes, tree, devices, main, solution.bound),
+        inputs=inputs,
     )
 
 
+def _setting(memory: Memory, wishes: Wishes) -> Setting:
+    machine = of_memory(memory) if wishes.machine is None else wishes.machine.limited(memory)
+    return Setting(
+        memory=memory,
+        costs=Costs(machine, wishes.workload.objective),
+        running=0 if wishes.running is None else wishes.running.n_bytes,
+        kept_free=wishes.kept_free,
+    )
+
+
+def _prediction(
+    setting: Setting,
+    wishes: Wishes,
+    tree: ModuleTree,
+    devices: Mapping[str, Device],
+    main: Device,
+    bound: float | None,
+) -> Prediction:
+    workload, machine = wishes.workload, setting.costs.machine
+    seconds = setting.costs.placed(tree, devices, main)
+    return Prediction(seconds, bound, workload.objective, workload.batch, machine.name)
+
+
+def _reserves(solution: Solution, wishes: Wishes, main: Device) -> Iterator[Reserve]:
+    """Yield what is kept free on each device, and why."""
+    cached: dict[Device, int] = {}
+    for item, device in solution.pairs:
+        runs = runs_on(device, main)
+        cached[runs] = cached.get(runs, 0) + item.load.state
+    near = {runs_on(device, main) for device in solution.devices}
+    for device in canonical_order({*near, *wishes.kept_free}):
+        if n_bytes := cached.get(device):
+            formula = f"of the layers that run there; all layers: {wishes.cached}"
+            yield Reserve("cache", str(device), n_bytes, formula)
+        if wishes.running is not None and device in near:
+            yield wishes.running._replace(device=str(device))
+        if n_bytes := wishes.kept_free.get(device):
+            yield Reserve("asked for", str(device), n_bytes, "--reserve")
+        if device == main and (largest := solution.reserve) is not None:
+            formula = f"the largest module that is moved there to run: {largest.names[0]!r}"
+            yield Reserve("streaming", str(device), largest.run_bytes, formula)
+
+
 def _given(
-    tree: ModuleTree, device_map: Mapping[str, object], memory: Memory, *, offload_buffers: bool
+    tree: ModuleTree,
+    device_map: Mapping[str, object],
+    memory: Memory,
+    wishes: Wishes,
+    *,
+    offload_buffers: bool,
 ) -> Placement:
     read = read_given(tree, device_map)
     used = _memory(tree, read.devices, read.main, memory, offload_buffers=offload_buffers)
     emitted = compact(tree, read.devices)
     findings = [*read.findings, *checked(tree, read.devices, read.main, given=True)]
-    findings += _too_full(tree, read, used, offload_buffers=offload_buffers)
+    findings += _too_full(tree, read, used, wishes, offload_buffers=offload_buffers)
+    whole = not any(finding.code == "device-map-incomplete" for finding in findings)
+    setting = _setting(memory, wishes)
     return Placement(
         device_map=emitted,
         devices=read.devices,
@@ -139,6 +289,9 @@ def _given(
         solver="given",
         reasons=given_reasons(emitted, read.keys),
         findings=tuple(findings),
+        prediction=(
+            _prediction(setting, wishes, tree, read.devices, read.main, None) if whole else None
+        ),
     )
 
 
@@ -198,19 +351,38 @@ def _memory(
     }
 
 
+def _kept_free(tree: ModuleTree, read: GivenMap, wishes: Wishes) -> Mapping[Device, int]:
+    """Return what must stay free on each device for something else than weights."""
+    kept = dict(wishes.kept_free)
+    if wishes.running is not None:
+        for device in {runs_on(device, read.main) for device in read.devices.values()}:
+            kept[device] = kept.get(device, 0) + wishes.running.n_bytes
+    modules = {module.name: module for module in tree.root.walk()} if tree.state else {}
+    for name, n_bytes in tree.state.items():
+        below = [n for n in modules[name].below() if n in read.devices] if name in modules else []
+        device = runs_on(read.devices[below[0]], read.main) if below else read.main
+        kept[device] = kept.get(device, 0) + n_bytes
+    return kept
+
+
 def _too_full(
     tree: ModuleTree,
     read: GivenMap,
     used: Mapping[Device, DeviceMemory],
+    wishes: Wishes,
     *,
     offload_buffers: bool,
 ) -> Iterator[Finding]:
     """Yield the devices that a given map fills beyond their capacity, or to the brim."""
+    kept = _kept_free(tree, read, wishes)
     for device, (capacity, n_bytes) in used.items():
-        if capacity is not None and n_bytes > capacity:
+        more = kept.get(device, 0)
+        if capacity is not None and n_bytes + more > capacity:
+            beside = f" beside {show_bytes(more)} for cache and activations" if more else ""
             text = (
                 f"the device map puts {show_bytes(n_bytes)} on {device!r}, which has "
-                f"{show_bytes(capacity)}; move {show_bytes(n_bytes - capacity)} elsewhere"
+                f"{show_bytes(capacity)}{beside}; move {show_bytes(n_bytes + more - capacity)} "
+                "elsewhere"
             )
             yield Finding("over-capacity", "error", text)
     main = used.get(read.main)
@@ -219,7 +391,7 @@ def _too_full(
     largest = max(moved, key=lambda item: item.run_bytes, default=None)
     if main is None or main.capacity_bytes is None or largest is None:
         return
-    left = main.capacity_bytes - main.used_bytes
+    left = main.capacity_bytes - main.used_bytes - kept.get(read.main, 0)
     if 0 <= left < largest.run_bytes:
         text = (
             f"{show_bytes(left)} are left on {read.main!r}, less than {largest.names[0]!r} needs, "

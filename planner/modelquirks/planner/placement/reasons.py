@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from modelquirks.planner.finding import Finding, shown
 from modelquirks.planner.names import parent
 from modelquirks.planner.placement.items import Cut, Item
 from modelquirks.planner.placement.memory import Device, show_bytes, show_devices
 from modelquirks.planner.placement.moduletree import ModuleTree, is_offloaded
-from modelquirks.planner.placement.solve import Memory, Policy, Solution, lack, solve
+from modelquirks.planner.placement.solve import Memory, Setting, Solution, lack, solve
 
 __all__ = ["does_not_fit", "given_reasons", "remarks", "solved_reasons"]
 
@@ -41,7 +42,11 @@ def solved_reasons(
 
 
 def _why(device: Device, main: Device, near: Sequence[Device], items: Sequence[Item]) -> str:
-    if device == "disk":
+    pinned = bool(items) and all(item.pin == device for item in items)
+    if pinned:
+        moved = f"; moved to {main!r} when it runs" if is_offloaded(device, main) else ""
+        text = f"pinned there{moved}"
+    elif device == "disk":
         text = f"no room but on the disk; read from there when it runs on {main!r}"
     elif is_offloaded(device, main):
         text = f"no room on {show_devices(near)}; moved to {main!r} when it runs"
@@ -87,9 +92,9 @@ def remarks(solution: Solution, memory: Memory, main: Device) -> Iterator[Findin
         yield Finding("device-map-mps", "info", text)
 
 
-def does_not_fit(ways: Sequence[Cut], memory: Memory, policy: Policy) -> Finding:
+def does_not_fit(ways: Sequence[Cut], setting: Setting) -> Finding:
     """Return the error that says what finds no room and the smallest changes that help."""
-    shortage = lack(ways[-1], memory)
+    shortage = lack(ways[-1], setting)
     if shortage is None:
         text = "no device has any memory; give max_memory such as {'cpu': '8GiB', 'disk': '1TiB'}"
         return Finding("does-not-fit", "error", text)
@@ -102,7 +107,9 @@ def does_not_fit(ways: Sequence[Cut], memory: Memory, policy: Policy) -> Finding
         if shortage.reserve
         else ""
     )
-    remedies = " or ".join(_remedies(ways, memory, policy))
+    if setting.running:
+        beside += f" and {show_bytes(setting.running)} for activations where it runs"
+    remedies = " or ".join(_remedies(ways, setting))
     return Finding(
         "does-not-fit",
         "error",
@@ -111,10 +118,11 @@ def does_not_fit(ways: Sequence[Cut], memory: Memory, policy: Policy) -> Finding
     )
 
 
-def _remedies(ways: Sequence[Cut], memory: Memory, policy: Policy) -> Iterator[str]:
+def _remedies(ways: Sequence[Cut], setting: Setting) -> Iterator[str]:
+    memory = setting.memory
     if len(ways[-1].items) > _MANY:
         ways = ways[:-1]
-    if memory.get("disk", 0) is not None and solve(ways, {**memory, "disk": None}, policy):
+    if memory.get("disk", 0) is not None and _fits(ways, setting, "disk", None):
         yield "add 'disk' without a limit to max_memory"
     needed: dict[Device, int] = {}
     alike: set[tuple[bool, int]] = set()
@@ -122,7 +130,7 @@ def _remedies(ways: Sequence[Cut], memory: Memory, policy: Policy) -> Iterator[s
         kind = (device in ("cpu", "disk"), size or 0)
         if size and kind not in alike:
             alike.add(kind)
-            if (n_bytes := _more(ways, memory, policy, device)) is not None:
+            if (n_bytes := _more(ways, setting, device)) is not None:
                 needed[device] = n_bytes
     if needed:
         device = min(needed, key=needed.__getitem__)
@@ -130,14 +138,20 @@ def _remedies(ways: Sequence[Cut], memory: Memory, policy: Policy) -> Iterator[s
         yield f"give device {device!r} {n_bytes} bytes more ({show_bytes(n_bytes)})"
 
 
-def _more(ways: Sequence[Cut], memory: Memory, policy: Policy, device: Device) -> int | None:
+def _fits(ways: Sequence[Cut], setting: Setting, device: Device, size: int | None) -> bool:
+    """Tell whether there is a placement if *device* has *size*; by the quickest policy."""
+    other = replace(setting, memory={**setting.memory, device: size})
+    return solve(ways, other, "sequential") is not None
+
+
+def _more(ways: Sequence[Cut], setting: Setting, device: Device) -> int | None:
     """Return how many bytes more on *device* are enough; None if no number is."""
-    size = memory[device] or 0
+    size = setting.memory[device] or 0
     most = ways[-1].n_bytes * 2
     step = max(1, most // _EXACT)
 
     def fits(n_steps: int) -> bool:
-        return solve(ways, {**memory, device: size + n_steps * step}, policy) is not None
+        return _fits(ways, setting, device, size + n_steps * step)
 
     n_steps = bisect_left(range(most // step + 1), True, key=fits)
     return n_steps * step if n_steps <= most // step else None

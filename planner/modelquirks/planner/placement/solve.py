@@ -1,15 +1,20 @@
-"""The solver: from items and memory to a device for each item. This is the seam.
+"""Solving: of all ways to cut and to place, the one that takes least time.
 
-A better solver has the signature of :func:`solve`; nothing else of placement knows how it chose.
+Policies, by accelerate's names: ``auto`` is the cheapest placement that can be found, with a bound
+that says how far from the best it can be; ``balanced``, ``balanced_low_0`` and ``sequential`` are
+accelerate's rules, which look at bytes only.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from math import inf
 from typing import Literal
 
+from modelquirks.planner.placement.cheapest import cheaper, least, priced
+from modelquirks.planner.placement.cost import Costs
 from modelquirks.planner.placement.fill import (
     UNLIMITED,
     Assignment,
@@ -20,9 +25,10 @@ from modelquirks.planner.placement.fill import (
     unplaced,
 )
 from modelquirks.planner.placement.items import Cut, Item
+from modelquirks.planner.placement.machine import of_memory
 from modelquirks.planner.placement.memory import Device, canonical_order
 
-__all__ = ["POLICIES", "Memory", "Policy", "Shortage", "Solution", "lack", "solve"]
+__all__ = ["POLICIES", "Memory", "Policy", "Setting", "Shortage", "Solution", "lack", "solve"]
 
 Policy = Literal["auto", "balanced", "balanced_low_0", "sequential"]
 POLICIES: tuple[Policy, ...] = ("auto", "balanced", "balanced_low_0", "sequential")
@@ -30,12 +36,36 @@ POLICIES: tuple[Policy, ...] = ("auto", "balanced", "balanced_low_0", "sequentia
 Memory = Mapping[Device, int | None]
 """Bytes of each device, None for no limit."""
 
-_DISK_WEIGHT = 8
-"""Bytes from the disk against bytes from the cpu: an NVMe drive is about that much slower."""
-_SLACK = 1.01
-"""Filling in module order may move this much more than filling every gap: maps stay short."""
+_SLACK = 1.001
+"""A coarse cut may take this much more than a fine one: maps stay short."""
+_LOOSE = 1.01
+"""So much more may filling in module order take than filling every gap."""
 _RESERVES = 16
 """So many sizes of the room for streaming are tried."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a problem is about, beside the items."""
+
+    memory: Memory
+    costs: Costs
+    running: int = 0
+    """Bytes kept free on each device that computes: activations."""
+    kept_free: Mapping[Device, int] = field(default_factory=dict)
+    """Bytes that somebody wants to keep free."""
+
+    @classmethod
+    def of(cls, memory: Memory) -> Setting:
+        """Return a setting of which only the memory is known."""
+        return cls(memory, Costs(of_memory(memory)))
+
+    def room(self, device: Device, *, computes: bool) -> int:
+        """Return the bytes that items may take on *device*."""
+        size = self.memory.get(device)
+        if size is None:
+            return UNLIMITED
+        return max(0, size - self.kept_free.get(device, 0) - (self.running if computes else 0))
 
 
 @dataclass(frozen=True)
@@ -44,6 +74,10 @@ class Solution:
 
     problem: Problem
     devices: Assignment
+    seconds: float
+    """Of one step, as the costs predict it."""
+    bound: float | None = None
+    """No placement takes less; None where nobody asked."""
 
     @cached_property
     def reserve(self) -> Item | None:
@@ -55,12 +89,6 @@ class Solution:
     def pairs(self) -> list[tuple[Item, Device]]:
         """The items with their devices, in module order."""
         return list(zip(self.problem.items, self.devices, strict=True))
-
-    @cached_property
-    def cost(self) -> int:
-        """Bytes moved for one run of the model, those from the disk weighted."""
-        moved = ((i, d) for i, d in self.pairs if d in self.problem.offloaded)
-        return sum(i.moved_bytes * (_DISK_WEIGHT if d == "disk" else 1) for i, d in moved)
 
 
 @dataclass(frozen=True)
@@ -74,41 +102,103 @@ class Shortage:
     reserve: int
 
 
-def solve(cuts: Sequence[Cut], memory: Memory, policy: Policy) -> Solution | None:
+def solve(
+    cuts: Sequence[Cut],
+    setting: Setting,
+    policy: Policy,
+    *,
+    even: bool = True,
+) -> Solution | None:
     """Return a placement that fits, or None.
 
-    With accelerators: everything on them, else as much on them as fits and the rest moved in
-    from cpu and disk, else, if even the room for streaming is too small, the model runs on the
-    cpu. The main device is the first accelerator that can be. *policy* says how the first of
-    these is done: ``sequential`` fills in order; ``auto`` and ``balanced`` spread evenly;
-    ``balanced_low_0`` leaves the first accelerator as empty as the others allow. In module order
-    where that fits, else in any order. Coarse cuts come first, the finest where they do not fit.
+    The model runs on an accelerator if it can, and only if even the room for moving things in is
+    too small, on the cpu. ``auto`` takes the placement that takes least time; where nothing is
+    offloaded and *even*, one that takes no more but crossings and is spread evenly, as nobody
+    knows then how much room the cache will need. ``sequential`` fills the devices in order;
+    ``balanced`` spreads evenly what fits on accelerators; ``balanced_low_0`` leaves the first
+    accelerator as empty as the others allow. Coarse cuts are preferred to fine ones.
     """
+    memory = setting.memory
     accelerators = [d for d in canonical_order(memory) if d not in ("cpu", "disk")]
     for mains in ([d for d in accelerators if memory[d] != 0], ["cpu"]):
-        for cut in cuts:
-            for main in mains:
-                problem = _problem(cut, memory, main, offload=False)
-                devices = _resident(problem, policy)
-                if devices is not None:
-                    return Solution(problem, devices)
-        for some in (cuts[:-1], cuts[-1:]):
-            for main in mains:
-                problems = [_problem(cut, memory, main, offload=True) for cut in some]
-                found = [solution for problem in problems for solution in _offloading(problem)]
-                if found:
-                    return _cheapest(found)
+        ruled = _by_rule(cuts, setting, mains, policy)
+        found = ruled if policy != "auto" else _cheapest(cuts, setting, mains, ruled, even=even)
+        if found is not None:
+            return found
     return None
 
 
-def lack(cut: Cut, memory: Memory) -> Shortage | None:
+def _by_rule(
+    cuts: Sequence[Cut], setting: Setting, mains: Sequence[Device], policy: Policy
+) -> Solution | None:
+    """Return what accelerate's rules give on the first of *mains* that can be."""
+    for cut in cuts:
+        for main in mains:
+            problem = _problem(cut, setting, main, offload=False)
+            if (devices := _resident(problem, policy)) is not None:
+                return Solution(problem, *priced(problem, devices, setting.costs))
+    for some in (cuts[:-1], cuts[-1:]):
+        for main in mains:
+            problems = [_problem(cut, setting, main, offload=True) for cut in some]
+            found = [
+                Solution(problem, *priced(problem, devices, setting.costs))
+                for given in problems
+                for problem, devices in _offloading(given)
+            ]
+            if found:
+                return _preferred(found)
+    return None
+
+
+def _cheapest(
+    cuts: Sequence[Cut],
+    setting: Setting,
+    mains: Sequence[Device],
+    ruled: Solution | None,
+    *,
+    even: bool,
+) -> Solution | None:
+    """Return the placement that takes least time; *ruled* is one that rules have found."""
+    best = ruled
+    for cut in cuts:
+        for main in _unlike(mains, setting.costs):
+            whole = _problem(cut, setting, main, offload=True, all_near=True)
+            for problem in (_kept_whole(whole), *_with_reserves(whole)):
+                known = inf if best is None else best.seconds
+                slack = 1.0 if best is None or best.problem.cut is cut else _SLACK
+                if (found := cheaper(problem, setting.costs, known / slack)) is not None:
+                    best = Solution(problem, *found)
+    if best is None:
+        return None
+    fine = [_problem(cuts[-1], setting, m, offload=True, all_near=True) for m in mains]
+    bound = least(fine, setting.costs, best.seconds)
+    if even and ruled is not None and not ruled.problem.offloaded:
+        hops = setting.costs.machine.crossing_seconds * 2 * len(setting.memory)
+        if ruled.seconds - hops <= best.seconds:
+            best = ruled
+    return replace(best, bound=bound)
+
+
+def _unlike(mains: Sequence[Device], costs: Costs) -> list[Device]:
+    """Return *mains* without those that are like one before."""
+    return list({costs.machine[main]: main for main in reversed(mains)}.values())[::-1]
+
+
+def _kept_whole(problem: Problem) -> Problem:
+    """Return *problem* without anything offloaded, and so without room for that."""
+    near = tuple(home for home in problem.homes if home not in problem.offloaded)
+    return replace(problem, homes=near, offloaded=frozenset())
+
+
+def lack(cut: Cut, setting: Setting) -> Shortage | None:
     """Return what is missing where :func:`solve` finds nothing; None for want of any device."""
+    memory = setting.memory
     usable = [device for device in canonical_order(memory) if memory[device] != 0]
     if not usable:
         return None
     tries: list[tuple[list[Item], Mapping[Device, int], int]] = []
     for main in dict.fromkeys([usable[0] if usable[0] != "disk" else "cpu", "cpu"]):
-        problem = _problem(cut, memory, main, offload=True)
+        problem = _problem(cut, setting, main, offload=True)
         reserved = list(_with_reserves(problem))
         for p in (problem, *reserved[:1], *reserved[-1:]):
             tries.append((*unplaced(p), p.reserve))
@@ -119,22 +209,24 @@ def lack(cut: Cut, memory: Memory) -> Shortage | None:
     return Shortage(lost[0], limited, reserve)
 
 
-def _problem(cut: Cut, memory: Memory, main: Device, *, offload: bool) -> Problem:
-    """Return the problem of running on *main*: it and the devices after it.
+def _problem(
+    cut: Cut, setting: Setting, main: Device, *, offload: bool, all_near: bool = False
+) -> Problem:
+    """Return the problem of running on *main*: it and the devices after it, or *all_near* it.
 
     Without any ``cpu`` in *memory* a model that is all on disk still runs on the cpu.
     """
+    memory = setting.memory
     order = [device for device in canonical_order(memory) if memory[device] != 0]
     first = order.index(main) if main in order else len(order)
-    near = [d for d in order[first:] if d not in ("cpu", "disk")] if main != "cpu" else []
-    if main == "cpu" and main in order:
-        near = [main]
+    near = [d for d in order[0 if all_near else first :] if d not in ("cpu", "disk")]
+    if main == "cpu":
+        near = [main] if main in order else []
+    elif all_near:
+        near = [main, *(d for d in near if d != main)]
     far = [d for d in order if d == "disk" or (d == "cpu" and main not in ("cpu", "mps"))]
     homes = (*near, *far) if offload else tuple(near)
-    rooms = {d: UNLIMITED if (size := memory[d]) is None else size for d in homes}
-    if main not in rooms:
-        given = memory.get(main)
-        rooms[main] = UNLIMITED if given is None else given
+    rooms = {d: setting.room(d, computes=d not in far) for d in (*homes, main)}
     return Problem(cut, rooms, homes, main, frozenset(far) if offload else frozenset())
 
 
@@ -149,7 +241,7 @@ def _resident(problem: Problem, policy: Policy) -> Assignment | None:
     return found or greedy(problem, back=False) or greedy(problem, back=True) or search(problem)
 
 
-def _offloading(problem: Problem) -> Iterator[Solution]:
+def _offloading(problem: Problem) -> Iterator[tuple[Problem, Assignment]]:
     """Yield placements in the order in which to prefer them; all run on the main device."""
     if not problem.offloaded:
         return
@@ -157,12 +249,12 @@ def _offloading(problem: Problem) -> Iterator[Solution]:
     for reserved in _with_reserves(problem):
         for filled in _filled(reserved):
             any_found = True
-            yield Solution(reserved, filled)
+            yield reserved, filled
     if any_found:
         return
     for reserved in _with_reserves(problem):
         if (found := search(reserved)) is not None:
-            yield Solution(reserved, found)
+            yield reserved, found
             return
 
 
@@ -190,11 +282,11 @@ def _with_reserves(problem: Problem) -> Iterator[Problem]:
         yield replace(problem, reserve=size)
 
 
-def _cheapest(found: Iterable[Solution]) -> Solution:
-    """Return the first that moves hardly more than the best and uses as many devices."""
+def _preferred(found: Iterable[Solution]) -> Solution:
+    """Return the first that takes hardly more than the best and uses as many devices."""
     solutions = list(found)
-    best = min(solutions, key=lambda s: s.cost)
+    best = min(solutions, key=lambda s: s.seconds)
     n_used = len(set(best.devices))
     return next(
-        s for s in solutions if s.cost <= best.cost * _SLACK and len(set(s.devices)) >= n_used
+        s for s in solutions if s.seconds <= best.seconds * _LOOSE and len(set(s.devices)) >= n_used
     )

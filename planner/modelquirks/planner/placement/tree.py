@@ -27,25 +27,43 @@ def tree_of_model(
     no_split: Collection[str],
 ) -> ModuleTree:
     """Return the modules of the model with the bytes that each tensor will take."""
-    planned: dict[str, int] = {}
-    for recipe in recipes:
-        if recipe.type.dtype is not None and recipe.type.shape is not None:
-            size = nbytes(recipe.type.dtype, recipe.type.shape)
-            planned |= dict.fromkeys(recipe.names(), size)
-    sizes = {
-        name: tensor.nbytes if (told := planned.get(name)) is None else told
-        for name, tensor in skeleton.tensors.items()
-        if name not in aliases
-    }
+    sizes = _planned(skeleton, recipes)
+    for name in aliases:
+        sizes.pop(name, None)
     kept_whole = skeleton.no_split | frozenset(no_split)
     return ModuleTree(
         sizes=sizes,
         modules=tuple(skeleton.modules),
         units=frozenset(n for n, kind in skeleton.modules.items() if kind in kept_whole),
         aliases=dict(aliases),
-        buffers=frozenset(n for n, t in skeleton.tensors.items() if t.kind != "parameter"),
-        computed=frozenset(n for n, t in skeleton.tensors.items() if t.kind == "computed"),
+        buffers=skeleton.of_kinds("buffer", "computed"),
+        computed=skeleton.of_kinds("computed"),
     )
+
+
+def _planned(skeleton: Skeleton, recipes: Sequence[FamilyRecipe]) -> dict[str, int]:
+    """Return the bytes that each tensor will take, in module order."""
+    even: dict[str, int] = {}
+    made: dict[str, int] = {}
+    for recipe in recipes:
+        if recipe.type.dtype is None or recipe.type.shape is None:
+            continue
+        size = nbytes(recipe.type.dtype, recipe.type.shape)
+        family = skeleton.families.get(recipe.template)
+        if family is not None and family.members == recipe.members:
+            even[recipe.template] = size
+        else:
+            made |= dict.fromkeys(recipe.names(), size)
+    wanted = skeleton.wanted
+    sizes = dict(zip(wanted, skeleton.column(even), strict=True))
+    others = (family for template, family in skeleton.families.items() if template not in even)
+    for name in (name for family in others for name in family.names):
+        sizes[name] = made[name] if name in made else wanted[name].nbytes
+    computed = {name: skeleton.tensors[name].nbytes for name in skeleton.of_kinds("computed")}
+    if not computed:
+        return sizes
+    both = sizes | computed
+    return {name: both[name] for name in skeleton.tensors}
 
 
 def tree_of_checkpoint(manifest: Manifest, pieces: Sequence[Logical]) -> Outline | None:
