@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ from modelquirks.planner.finding import Finding, shown
 from modelquirks.planner.mapping.audit import Audit
 from modelquirks.planner.mapping.derive import Derived, Waivers, derive
 from modelquirks.planner.mapping.fit import DtypeRule
+from modelquirks.planner.mapping.logical import Logical
 from modelquirks.planner.mapping.nearest import closest
 from modelquirks.planner.mapping.offers import Offers, find_offers
 from modelquirks.planner.mapping.remarks import dtype_unknown, packing_unseen, without_model
@@ -22,11 +24,10 @@ from modelquirks.planner.mapping.requests import idle_aliases, idle_requests
 from modelquirks.planner.mapping.ties import tie_groups
 from modelquirks.planner.model.build import model_config
 from modelquirks.planner.model.skeleton import Skeleton
-from modelquirks.planner.placement.memory import Device, normalize_max_memory, this_machine
-from modelquirks.planner.placement.outline import Outline
-from modelquirks.planner.placement.placement import ModuleTree, Placement, place
+from modelquirks.planner.placement.machine import Machine
 from modelquirks.planner.placement.refusals import refusals
-from modelquirks.planner.placement.tree import tree_of_checkpoint, tree_of_model
+from modelquirks.planner.placement.workload import Workload
+from modelquirks.planner.placing import DeviceMap, Request, placement_of
 from modelquirks.planner.plan import EMPTY_AUDIT, ModelFacts, Options, Plan, QuirkNote
 from modelquirks.quirks.pattern import Pattern
 from modelquirks.quirks.recipe import TensorType
@@ -40,8 +41,6 @@ if TYPE_CHECKING:
     from modelquirks.quirks.library import LibraryRules
 
 __all__ = ["Dispatcher", "OptionError"]
-
-DeviceMap = str | Mapping[str, Any] | None
 
 
 class OptionError(ValueError):
@@ -80,6 +79,11 @@ class Dispatcher:
         dequantize: bool = False,
         no_split_module_classes: str | Iterable[str] | None = None,
         offload_buffers: bool = False,
+        machine: str | Machine | None = None,
+        workload: Workload | None = None,
+        reserve: Mapping[Any, Any] | None = None,
+        pins: Sequence[str | tuple[str, Any]] = (),
+        expert_frequencies: Mapping[str, Sequence[float]] | None = None,
     ) -> Plan:
         """Return the plan for loading *checkpoint* into *model*; headers are all that is read.
 
@@ -88,7 +92,12 @@ class Dispatcher:
         is stored and where it would fit, and cannot be executed. *device_map* is ``auto``,
         ``balanced``, ``balanced_low_0``, ``sequential``, a mapping, or None (no dispatch).
         *max_memory* is in accelerate's forms; without it this machine is asked. As there, the
-        disk takes what fits nowhere else; ``"disk": 0`` forbids it. *dtype* is a
+        disk takes what fits nowhere else; ``"disk": 0`` forbids it. *machine* describes another
+        one (a name that ships, a file, or a ``Machine``): its capacities where *max_memory* gives
+        none, and its rates. *workload* says how long and how many the sequences will be, *reserve*
+        how much is kept free on a device, *pins* (``"model.layers.{0..9}=0"``) what must be
+        where, *expert_frequencies* by layer the share of tokens that goes to each expert, if it
+        was measured. *dtype* is a
         torch dtype or its name, ``auto`` (as stored), or None (as the model has it). *aliases*
         are ``"stored=model"`` patterns, *ties* ``"a=b"`` names that share one tensor. Records
         named in *quirks* apply even if they do not match, those in *no_quirks* never. Model
@@ -113,6 +122,8 @@ class Dispatcher:
             exclude=no_quirks,
             library=None if library is None else library[0],
         )
+        if skeleton is not None:
+            skeleton.take_families(manifest)
         wanted = {} if skeleton is None else skeleton.wanted
         offers = find_offers(resolution, config, wanted, self.registry.schemes, _types_of(manifest))
         allowed = tuple(str(Pattern(text)) for text in allow_missing)
@@ -131,10 +142,19 @@ class Dispatcher:
                 dtype=DtypeRule.of(_dtype(dtype), skeleton, _kept(resolution), offers.companions),
                 waivers=waivers,
             )
-        placement = _placement(
-            manifest, skeleton, derived, offers, resolution, device_map, max_memory,
-            no_split=_classes(no_split_module_classes), offload_buffers=offload_buffers,
-        )  # fmt: skip
+        no_split = {c for record in resolution.records() for c in record.no_split}
+        request = Request.of(
+            machine,
+            workload,
+            reserve,
+            pins,
+            device_map=device_map,
+            max_memory=max_memory,
+            frequencies=expert_frequencies,
+            no_split=no_split | _classes(no_split_module_classes),
+            offload_buffers=offload_buffers,
+        )
+        placement = placement_of(manifest, skeleton, derived, offers, config, request)
         audit = EMPTY_AUDIT if derived is None else derived.audit
         return Plan(
             root=manifest.root,
@@ -295,13 +315,18 @@ def _library_note(
         yield QuirkNote(record.name, origin.plugin, origin.distribution, origin.version, record.why)
 
 
-def _kept_packed(offers: Offers, wanted: Collection[str]) -> Mapping[str, list[str]]:
-    """Return the parts of packed weights that the model takes as they are, by record."""
-    kept: dict[str, list[str]] = {}
+def _kept_packed(offers: Offers, wanted: Collection[str]) -> Mapping[str, Iterable[str]]:
+    """Return the parts of packed weights that the model takes as they are, by record.
+
+    Few records ask for them, so they are looked up as they are taken.
+    """
+    kept: dict[str, list[Logical]] = {}
     for pack in offers.packed if wanted else ():
-        names = [name for part in pack.parts for name in part.names if name in wanted]
-        kept.setdefault(pack.weight.quirks[-1], []).extend(names)
-    return kept
+        kept.setdefault(pack.weight.quirks[-1], []).extend(pack.parts)
+    return {
+        record: filter(wanted.__contains__, chain.from_iterable(part.names for part in parts))
+        for record, parts in kept.items()
+    }
 
 
 def _types_of(manifest: Manifest) -> Callable[[str], TensorType]:
@@ -310,53 +335,3 @@ def _types_of(manifest: Manifest) -> Callable[[str], TensorType]:
         return TensorType(tensor.dtype, tensor.shape)
 
     return type_of
-
-
-def _placement(
-    manifest: Manifest,
-    skeleton: Skeleton | None,
-    derived: Derived | None,
-    offers: Offers,
-    resolution: Resolution,
-    device_map: DeviceMap,
-    max_memory: Mapping[Any, Any] | None,
-    *,
-    no_split: frozenset[str],
-    offload_buffers: bool,
-) -> Placement:
-    """Return where everything goes; an empty placement with the reason if nobody can say."""
-    if device_map is None:
-        return _nowhere()
-    tree: ModuleTree | Outline | None
-    if skeleton is None or derived is None:
-        tree = tree_of_checkpoint(manifest, offers.direct)
-    else:
-        kept = no_split | {c for record in resolution.records() for c in record.no_split}
-        tree = tree_of_model(skeleton, derived.recipes, derived.aliases, kept)
-    if tree is None:
-        return _nowhere("the sizes are not known without the files, so nothing was placed")
-    memory = _memory(device_map, max_memory, ask_torch=skeleton is not None)
-    return place(tree, device_map=device_map, max_memory=memory, offload_buffers=offload_buffers)
-
-
-def _memory(
-    device_map: str | Mapping[str, Any], max_memory: Mapping[Any, Any] | None, *, ask_torch: bool
-) -> Mapping[Device, int | None]:
-    """Return bytes by device; as with accelerate, what fits nowhere else may go to the disk."""
-    if max_memory is not None:
-        given = normalize_max_memory(max_memory)
-    elif isinstance(device_map, Mapping):
-        return {}
-    else:
-        given = this_machine(ask_torch=ask_torch)
-    if "disk" not in given:
-        return given if isinstance(device_map, Mapping) else {**given, "disk": None}
-    return {device: size for device, size in given.items() if (device, size) != ("disk", 0)}
-
-
-def _nowhere(why: str = "") -> Placement:
-    findings = (Finding("not-placed", "info", why),) if why else ()
-    return Placement(
-        device_map={}, devices={}, memory={}, main_device=None, solver="none", reasons={},
-        findings=findings,
-    )  # fmt: skip

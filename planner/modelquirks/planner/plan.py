@@ -13,7 +13,8 @@ from modelquirks.planner.finding import Finding, shown
 from modelquirks.planner.mapping.audit import Audit, Entry, Suggestion
 from modelquirks.planner.mapping.recipes import FamilyRecipe
 from modelquirks.planner.placement.memory import Device
-from modelquirks.planner.placement.placement import DeviceMemory, Placement
+from modelquirks.planner.placement.placement import DeviceMemory, Inputs, Placement, Prediction
+from modelquirks.planner.placement.workload import Reserve
 from modelquirks.planner.typed import misfits
 from modelquirks.quirks.recipe import RecipeError
 
@@ -166,6 +167,7 @@ class Plan:
                 "findings": [f.to_json() for f in self.audit.findings],
             },
             "findings": [f.to_json() for f in self.findings],
+            "placing": None if (inputs := self.placement.inputs) is None else inputs.to_json(),
             "placement_findings": [f.to_json() for f in self.placement.findings],
             "options": self.options._asdict(),
         }
@@ -337,4 +339,7 @@ def _placement(data: Mapping[str, Any], stored: Mapping[str, Any]) -> Placement:
         solver=data["solver"],
         reasons=data["reasons"],
         findings=_findings(stored["placement_findings"]),
+        reserves=tuple(Reserve(**reserve) for reserve in data["reserves"]),
+        prediction=None if data["prediction"] is None else Prediction.from_json(data["prediction"]),
+        inputs=None if stored["placing"] is None else Inputs.from_json(stored["placing"]),
     )

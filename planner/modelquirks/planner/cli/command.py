@@ -54,6 +54,7 @@ class _Entry(NamedTuple):
 _COMMANDS = {
     "inspect": _Entry("inspect", "say what a checkpoint holds, from headers alone"),
     "plan": _Entry("plan", "plan where every tensor goes, then load exactly that"),
+    "explain": _Entry("explain", "say why something is where it is, and what would change it"),
     "execute": _Entry("execute", "load what a plan made earlier says"),
     "plugins": _Entry("plugins", "say which plugins there are and what they give"),
 }

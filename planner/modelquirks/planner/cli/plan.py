@@ -3,27 +3,23 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
-from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from modelquirks.planner.checkpoint.open import open_manifest
 from modelquirks.planner.cli.command import CallError, Exit
 from modelquirks.planner.cli.inspect import note_unreadable
 from modelquirks.planner.cli.model import TRANSFORMERS, Built, add_model, build
 from modelquirks.planner.cli.offload import add_offload, offload_options
+from modelquirks.planner.cli.placing import add_placing, checked, placing_options
 from modelquirks.planner.cli.plugins import add_no_plugin, load_registry
 from modelquirks.planner.cli.report import write_json
 from modelquirks.planner.cli.report_plan import show_plan, show_verdict
 from modelquirks.planner.cli.terminal import Terminal, progress
 from modelquirks.planner.dispatcher import Dispatcher
-from modelquirks.planner.dtypes import from_torch
 from modelquirks.planner.finding import Finding
-from modelquirks.planner.placement.memory import Device, parse_max_memory
-from modelquirks.planner.placement.solve import POLICIES
 from modelquirks.planner.plan import Plan
 
 if TYPE_CHECKING:
@@ -31,7 +27,7 @@ if TYPE_CHECKING:
     from modelquirks.planner.model.skeleton import Skeleton
     from modelquirks.quirks.registry import Registry
 
-__all__ = ["add_arguments", "run"]
+__all__ = ["add_arguments", "add_naming", "planned", "run"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,38 +39,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-o", "--output", metavar="FILE", type=Path, help="save the plan as JSON")
     add_model(parser)
     add_no_plugin(parser)
-    _add_placing(parser)
-    _add_naming(parser)
-
-
-def _add_placing(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("where tensors go")
-    group.add_argument(
-        "--device-map",
-        metavar="POLICY|FILE",
-        type=_checked(_device_map),
-        default="auto",
-        help=f"{', '.join(POLICIES)}, or a JSON file with an object of module: device",
-    )
-    group.add_argument(
-        "--max-memory",
-        metavar="DEVICE=SIZE,...",
-        type=_checked(parse_max_memory),
-        help="for example 0=24GiB,cpu=64GiB,disk; what is not listed is not used. Without it, "
-        "what this machine has free, and the disk",
-    )
-    group.add_argument(
-        "--dtype", type=_checked(_dtype), help="of floating-point weights; 'auto': as stored"
-    )
-    group.add_argument(
-        "--dequantize",
-        action="store_true",
-        help="make plain weights of packed ones, where the model's modules want those",
-    )
+    group = add_placing(parser)
     add_offload(group)
+    add_naming(parser)
 
 
-def _add_naming(parser: argparse.ArgumentParser) -> None:
+def add_naming(parser: argparse.ArgumentParser) -> None:
+    """Declare the options that say what is the same, and what may be missing."""
     group = parser.add_argument_group("what counts as the same tensor, and what may be missing")
     for option, metavar, text in (
         ("--alias", "A=B", "names that fit A in the checkpoint are called B in the model"),
@@ -86,7 +57,7 @@ def _add_naming(parser: argparse.ArgumentParser) -> None:
         group.add_argument(
             option,
             metavar=metavar,
-            type=_checked(_pair) if metavar == "A=B" else str,
+            type=checked(_pair) if metavar == "A=B" else str,
             action="append",
             default=[],
             help=f"{text} (repeatable)",
@@ -94,7 +65,7 @@ def _add_naming(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--min-coverage",
         metavar="SHARE",
-        type=_checked(_share),
+        type=checked(_share),
         help="share of the model's tensors, 0 to 1, that must be accounted for",
     )
 
@@ -102,12 +73,7 @@ def _add_naming(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> Exit:
     """Plan, report, and without ``--dry-run`` load."""
     offload = offload_options(args)
-    registry = load_registry(args)
-    with progress("Reading headers"):
-        manifest = open_manifest(args.checkpoint)
-    built = _built(args, manifest, registry)
-    with progress("Planning"):
-        plan = _planned(args, manifest, registry, built)
+    plan, built = _planned(args)
     if args.output is not None:
         plan.save(args.output)
     if args.materialize and plan.ok:
@@ -146,28 +112,31 @@ def _built(args: argparse.Namespace, manifest: Manifest, registry: Registry) -> 
         return build(spec, manifest, registry)
 
 
-def _memory(given: Mapping[Device, int | None] | None) -> Mapping[Device, int | None] | None:
-    """Return the memory to plan with: in Python the disk takes the rest, here it must be named."""
-    return None if given is None else {"disk": 0, **given}
+def planned(args: argparse.Namespace) -> Plan:
+    """Return the plan that the arguments ask for."""
+    return _planned(args)[0]
 
 
-def _planned(
-    args: argparse.Namespace, manifest: Manifest, registry: Registry, built: Built | None
-) -> Plan:
-    return Dispatcher(registry).plan(
-        manifest,
-        model=None if built is None else _skeleton(built),
-        device_map=args.device_map,
-        max_memory=_memory(args.max_memory),
-        dtype=args.dtype,
-        aliases=args.alias,
-        ties=args.tie,
-        quirks=args.quirk,
-        no_quirks=args.no_quirk,
-        allow_missing=args.allow_missing,
-        min_coverage=args.min_coverage,
-        dequantize=args.dequantize,
-    )
+def _planned(args: argparse.Namespace) -> tuple[Plan, Built | None]:
+    registry = load_registry(args)
+    with progress("Reading headers"):
+        manifest = open_manifest(args.checkpoint)
+    built = _built(args, manifest, registry)
+    with progress("Planning"):
+        plan = Dispatcher(registry).plan(
+            manifest,
+            model=None if built is None else _skeleton(built),
+            dtype=args.dtype,
+            aliases=args.alias,
+            ties=args.tie,
+            quirks=args.quirk,
+            no_quirks=args.no_quirk,
+            allow_missing=args.allow_missing,
+            min_coverage=args.min_coverage,
+            dequantize=args.dequantize,
+            **placing_options(args),
+        )
+    return plan, built
 
 
 def _foreseen(plan: Plan, built: Built | None, folder: str) -> Finding:
@@ -186,44 +155,11 @@ def _skeleton(built: Built) -> Skeleton:
     return skeleton_of(built.model, source=built.source)
 
 
-def _checked(parse: Callable[[str], Any]) -> Callable[[str], Any]:
-    """Return *parse* as argparse wants it: it keeps the text of a ValueError only this way."""
-
-    def parsed(text: str) -> Any:
-        try:
-            return parse(text)
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error)) from error
-
-    return parsed
-
-
-def _device_map(text: str) -> str | Mapping[str, Any]:
-    if text in POLICIES:
-        return text
-    try:
-        found = json.loads(Path(text).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise CallError(
-            f"{text!r} is none of {', '.join(POLICIES)}, nor a file that can be read "
-            f"({error.strerror})"
-        ) from error
-    except ValueError as error:
-        raise CallError(f"{text!r} is no JSON: {error}") from error
-    if not isinstance(found, dict) or not all(isinstance(d, str | int) for d in found.values()):
-        raise CallError(f"{text!r} must be an object of module: device, as {{'': 'cpu'}}")
-    return found
-
-
 def _pair(text: str) -> str:
     first, _, second = text.partition("=")
     if not first or not second:
         raise CallError(f"{text!r} must have a name on both sides of '=', as 'module.**=**'")
     return text
-
-
-def _dtype(text: str) -> str:
-    return text if text == "auto" else from_torch(text)
 
 
 def _share(text: str) -> float:

@@ -14,7 +14,10 @@ from modelquirks.planner.cli.report import (
     summary,
 )
 from modelquirks.planner.cli.terminal import Cell, Column, Styled, Terminal
+from modelquirks.planner.placement.counts import EXACT
+from modelquirks.planner.placement.machine import ASSUMED
 from modelquirks.planner.placement.memory import Device, show_bytes
+from modelquirks.planner.placement.placement import Prediction
 
 if TYPE_CHECKING:
     from modelquirks.planner.execution.execute import ExecutionReport
@@ -22,7 +25,7 @@ if TYPE_CHECKING:
     from modelquirks.planner.placement.placement import Placement
     from modelquirks.planner.plan import Plan
 
-__all__ = ["compact_names", "show_loaded", "show_plan", "show_verdict"]
+__all__ = ["compact_names", "predicted", "show_loaded", "show_plan", "show_seconds", "show_verdict"]
 
 _SHOWN_NAMES = 20
 _SHOWN_ENTRIES = 100
@@ -182,6 +185,9 @@ def _show_placement(out: Terminal, placement: Placement) -> None:
                 for device, memory in placement.memory.items()
             ],
         )
+    for reserve in placement.reserves:
+        size = show_bytes(reserve.n_bytes)
+        out.say(f"{size} on {reserve.device} for {reserve.what}: {reserve.formula}", style="dim")
     if placement.device_map:
         out.say()
         out.table(
@@ -191,6 +197,40 @@ def _show_placement(out: Terminal, placement: Placement) -> None:
                 for device, names in _by_device(placement.device_map).items()
             ],
         )
+    if placement.prediction is not None:
+        out.say()
+        out.say(predicted(placement.prediction))
+
+
+def show_seconds(seconds: float) -> str:
+    """Return a time as people read it.
+
+    >>> show_seconds(0.0123), show_seconds(2.5), show_seconds(1e-7)
+    ('12.3 ms', '2.5 s', 'under 0.01 ms')
+    """
+    if seconds >= 1:
+        return f"{seconds:.3g} s"
+    return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-5 else "under 0.01 ms"
+
+
+def predicted(prediction: Prediction) -> str:
+    """Return what a step takes, and how far that is from the best, in one sentence.
+
+    >>> predicted(Prediction(0.02, 0.02, "latency", 1, "24gb+64gb"))
+    'Predicted: 20 ms a token by the rates of 24gb+64gb; no placement takes less.'
+    """
+    seconds, bound, objective, batch, machine = prediction
+    what = "to the first token" if objective == "startup" else "a token"
+    if batch > 1:
+        rate = batch / seconds if seconds else 0.0
+        what = f"a step of {batch} sequences ({rate:.3g} tokens a second)"
+    whose = "assumed rates" if machine == ASSUMED else f"the rates of {machine}"
+    text = f"Predicted: {show_seconds(seconds)} {what} by {whose}"
+    if bound is None or prediction.gap is None:
+        return f"{text}."
+    if prediction.gap <= EXACT:
+        return f"{text}; no placement takes less."
+    return f"{text}; the best there is takes at most {prediction.gap:.1%} less."
 
 
 def _share(used: int, capacity: int | None) -> str:
