@@ -1,10 +1,10 @@
-"""A pytest plugin (``-p ours_in_place``): our loading in place of that of accelerate, in its tests.
+"""A pytest plugin (``-p ours_in_place``): our functions in place of accelerate's, in its tests.
 
 Without a GPU most tests of loading are skipped. ``--awake NAME`` runs such a test *one tier down*:
 what it puts on a GPU goes to the CPU, and then what it puts on the CPU goes to the disk. With
 ``--theirs`` accelerate's own functions stay in place, which shows whether a test is fair.
 
-The JUnit report says of each test, in its property ``calls``, how often it loaded a checkpoint.
+The JUnit report says of each test, in its property ``calls``, how often it called one of them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,11 @@ from typing import Any
 import pytest
 
 LOADERS = ("load_checkpoint_and_dispatch", "load_checkpoint_in_model")
-"""What is put in place: the latter is the first part of the former, and better tested."""
+"""Our drop-in takes the place of both: the latter is the first part of the former, and better
+tested."""
+
+MAPPERS = ("infer_auto_device_map", "get_balanced_memory")
+"""They have drop-ins of the same names."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -31,24 +35,35 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 class InPlace:
-    """The function in place, with a look at who calls it."""
+    """The functions in place, with a look at who calls them."""
 
     def __init__(self, awake: frozenset[str], *, theirs: bool) -> None:
         import accelerate
 
-        from modelquirks.planner import load_checkpoint_and_dispatch
+        from modelquirks import planner
 
         self.awake = awake
         self.calls = 0
         self.folder = ""
         """Where accelerate's own puts what is on disk, if the test that runs is an awake one."""
+        ours: dict[str, Callable[..., Any]] = {
+            **dict.fromkeys(LOADERS, planner.load_checkpoint_and_dispatch),
+            **{name: getattr(planner, name) for name in MAPPERS},
+        }
         for module in (accelerate, accelerate.big_modeling, accelerate.utils.modeling):
-            for name in LOADERS:
+            for name, our in ours.items():
                 if (their := getattr(module, name, None)) is not None:
-                    loader = their if theirs else load_checkpoint_and_dispatch
-                    setattr(module, name, self._watched(loader))
+                    watched = self._watched_loader if name in LOADERS else self._watched
+                    setattr(module, name, watched(their if theirs else our))
 
-    def _watched(self, loader: Callable[..., Any]) -> Callable[..., Any]:
+    def _watched(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **options: Any) -> Any:
+            self.calls += 1
+            return function(*arguments, **options)
+
+        return call
+
+    def _watched_loader(self, loader: Callable[..., Any]) -> Callable[..., Any]:
         def load(*arguments: Any, **options: Any) -> Any:
             self.calls += 1
             if self.folder:

@@ -343,6 +343,45 @@ def test_a_key_covers_whole_segments_only(save: Save, tmp_path: Path) -> None:
     assert names == ["layers.1.weight", "layers.1.bias", "head.weight", "head.bias"]
 
 
+class Experts(nn.Module):
+    """Has a tensor whose name begins with that of another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_up_proj = nn.Parameter(torch.rand(8))
+        self.gate_up_proj_bias = nn.Parameter(torch.rand(8))
+
+
+def test_keys_of_siblings_are_told_apart_and_what_is_left_out_is_named(
+    save: Save, tmp_path: Path, refused: Refused
+) -> None:
+    """transformers' ``expand_device_map``: the key of a parameter takes ``…_bias`` too, and what
+    no key covers goes where a key that looks alike does, or to the cpu. A dot in a key is any
+    letter, which ends in a KeyError.
+    """
+    wrong = expand_device_map(
+        {"experts.gate_up_proj": "disk", "layers.1": 0, "layers.10": 1, "": "cpu"},
+        ["experts.gate_up_proj_bias", "layers.12.weight"],
+    )
+    assert [*wrong.values()] == ["disk", 0]
+    with pytest.raises(KeyError, match="layersX1"):
+        expand_device_map({"layers.1": 0}, ["layersX1.weight"])
+    assert expand_device_map({"layers.1": 0}, ["head.weight"]) == {"head.weight": "cpu"}
+
+    def model() -> nn.Module:
+        made = nn.ModuleDict({"experts": Experts()})
+        made["layers"] = nn.ModuleList(nn.Linear(2, 2) for _ in range(13))
+        return made
+
+    save(model().state_dict(), tmp_path / "model.safetensors")
+    device_map: dict[Any, Any] = {"experts.gate_up_proj": 0, "layers.1": 0, "layers.10": 1}
+    plan = Dispatcher().plan(tmp_path, model=model(), device_map={**device_map, "": "cpu"})
+    devices = plan.placement.devices
+    assert devices["experts.gate_up_proj"] == 0
+    assert devices["experts.gate_up_proj_bias"] == devices["layers.12.weight"] == "cpu"
+    refused(model(), tmp_path, device_map=device_map, naming=("experts", "layers.2"))
+
+
 # The offload folder
 
 

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from modelquirks.planner.checkpoint.open import CheckpointError, open_manifest
     from modelquirks.planner.dispatcher import Dispatcher
     from modelquirks.planner.dropin import load_checkpoint_and_dispatch
+    from modelquirks.planner.dropin_maps import get_balanced_memory, infer_auto_device_map
     from modelquirks.planner.execution.execute import ExecutionError
     from modelquirks.planner.model.from_module import skeleton_of
     from modelquirks.planner.plan import Plan, PlanError
@@ -22,6 +23,8 @@ __all__ = [
     "ExecutionError",
     "Plan",
     "PlanError",
+    "get_balanced_memory",
+    "infer_auto_device_map",
     "load_checkpoint_and_dispatch",
     "open_manifest",
     "skeleton_of",
@@ -33,6 +36,8 @@ _HOMES = {
     "ExecutionError": "execution.execute",
     "Plan": "plan",
     "PlanError": "plan",
+    "get_balanced_memory": "dropin_maps",
+    "infer_auto_device_map": "dropin_maps",
     "load_checkpoint_and_dispatch": "dropin",
     "open_manifest": "checkpoint.open",
     "skeleton_of": "model.from_module",
