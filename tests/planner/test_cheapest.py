@@ -271,6 +271,47 @@ def test_a_pin_within_a_unit_holds_for_all_of_it() -> None:
     assert dict(placement.device_map) == {"h.0": "cpu", "h.1": 0}
 
 
+def test_a_pinned_tensor_does_not_follow_the_parts_of_its_module() -> None:
+    tree = ModuleTree({"a.w": 60, "b.scale": 1, "b.c.w": 30, "b.d.w": 30}, ("",))
+    memory: dict[Device, int | None] = {0: 70, 1: 70}
+    free = place(tree, device_map="sequential", max_memory=memory)
+    assert free.devices["b.scale"] == 1
+    wishes = Wishes(pins=parse_pin("b.scale=0"))
+    kept = place(tree, device_map="sequential", max_memory=memory, wishes=wishes)
+    assert kept.devices["b.scale"] == 0
+
+
+def test_tensors_do_not_follow_into_room_that_is_for_the_cache() -> None:
+    tree = ModuleTree(
+        {"a.w": 60, "b.scale": 8, "b.c.w": 30, "b.d.w": 30}, ("",), state={"b.c": 5}
+    )  # fmt: skip
+    for room, home in ((73, 1), (72, 0)):
+        found = place(tree, device_map="sequential", max_memory={0: 70, 1: room})
+        assert found.devices["b.scale"] == home
+
+
+def test_buffers_that_are_offloaded_too_are_moved_at_every_step() -> None:
+    """The price is that of the solver's items, so the bound stays below it."""
+    tree = ModuleTree(
+        {f"h.{i}.{leaf}": 10 * MB for i in range(6) for leaf in ("w", "mask")}, ("",),
+        buffers=frozenset(f"h.{i}.mask" for i in range(6)),
+    )  # fmt: skip
+    memory: dict[Device, int | None] = {0: 100 * MB, "cpu": None}
+    found = place(tree, device_map="auto", max_memory=memory, offload_buffers=True)
+    moved = found.memory["cpu"].used_bytes
+    assert seconds(found) == pytest.approx(120 * MB / 800e9 + moved / 24e9)
+    assert found.prediction is not None and found.prediction.bound_seconds is not None
+    assert found.prediction.bound_seconds <= seconds(found) * (1 + 1e-9)
+
+
+def test_the_room_for_the_cache_is_told_and_not_what_a_step_reads_of_it() -> None:
+    tree = ModuleTree(
+        {"h.0.w": 10}, ("", "h", "h.0"), state={"h.0": 40}, state_read={"h.0": 4}
+    )  # fmt: skip
+    assert [r.n_bytes for r in placed(tree, {0: 50}).reserves] == [40]
+    assert not placed(tree, {0: 49}).ok
+
+
 def test_the_cache_takes_room_where_a_layer_runs_even_if_it_is_offloaded() -> None:
     tree = ModuleTree(
         {f"h.{i}.w": 10 for i in range(10)}, ("", "h", *(f"h.{i}" for i in range(10))),

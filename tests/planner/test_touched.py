@@ -72,6 +72,13 @@ def test_measured_frequencies_say_what_each_expert_is_read() -> None:
     assert tree.read["layers.0.mlp.experts.gate_up_proj"] == pytest.approx(250)
 
 
+def test_frequencies_of_another_number_of_experts_are_refused() -> None:
+    config = {"num_local_experts": 4, "num_experts_per_tok": 1}
+    assert experts_of(config, {"0": [0.25] * 4}) is not None
+    with pytest.raises(ValueError, match=r"has 4 experts a layer, but there are 3 for layer '7'"):
+        experts_of(config, {"0": [0.25] * 4, "7": [0.3] * 3})
+
+
 @pytest.mark.parametrize(
     ("config", "found"),
     [

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from modelquirks.planner.dtypes import nbytes
 from modelquirks.planner.mapping.audit import Entry
 from modelquirks.planner.mapping.nearest import closest
 from modelquirks.planner.mapping.recipes import stored_names
@@ -175,8 +176,6 @@ def _made_from(plan: Plan, name: str) -> Mapping[str, tuple[str, ...]]:
 
 def _bytes(plan: Plan, name: str, below: str) -> int | None:
     """Return the bytes in memory of what is loaded for *name*."""
-    from modelquirks.planner.dtypes import nbytes
-
     total, any_found = 0, False
     for recipe in plan.recipes:
         dtype, shape = recipe.type

@@ -254,14 +254,14 @@ def _most(
         workload = replace(request.workload, batch=batch, objective="latency")
         return _placed(tree, skeleton, config, replace(request, workload=workload), memory)
 
-    best, most = of(1), 0.0
-    for batch in _upwards(request.workload.batch):
+    first, *larger = _upwards(request.workload.batch)
+    best = of(first)
+    for batch in larger:
         found = of(batch)
-        if not found.ok or found.prediction is None or not found.prediction.seconds:
+        if not found.ok or found.prediction is None or best.prediction is None:
             break
-        rate = batch / found.prediction.seconds
-        if rate > most:
-            best, most = found, rate
+        if found.prediction.tokens_per_second > best.prediction.tokens_per_second:
+            best = found
     if best.prediction is None:
         return best
     return replace(best, prediction=best.prediction._replace(objective="throughput"))

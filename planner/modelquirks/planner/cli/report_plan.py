@@ -222,7 +222,7 @@ def predicted(prediction: Prediction) -> str:
     seconds, bound, objective, batch, machine = prediction
     what = "to the first token" if objective == "startup" else "a token"
     if batch > 1:
-        rate = batch / seconds if seconds else 0.0
+        rate = prediction.tokens_per_second
         what = f"a step of {batch} sequences ({rate:.3g} tokens a second)"
     whose = "assumed rates" if machine == ASSUMED else f"the rates of {machine}"
     text = f"Predicted: {show_seconds(seconds)} {what} by {whose}"

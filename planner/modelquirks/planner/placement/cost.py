@@ -71,7 +71,14 @@ class Costs:
         link = self.machine[main].link_rate or inf
         return min(self.machine["disk"].read_rate, link) if device == "disk" else link
 
-    def placed(self, tree: ModuleTree, devices: Mapping[str, Device], main: Device) -> float:
+    def placed(
+        self,
+        tree: ModuleTree,
+        devices: Mapping[str, Device],
+        main: Device,
+        *,
+        offload_buffers: bool,
+    ) -> float:
         """Return the seconds of a step of a whole model, crossings included."""
         loads: dict[Device, Load] = {}
 
@@ -81,7 +88,7 @@ class Costs:
 
         for name, size in tree.sizes.items():
             device = devices[name]
-            if tree.stays(name, offload_buffers=False):
+            if tree.stays(name, offload_buffers=offload_buffers):
                 device = runs_on(device, main)
             add(device, Load(size, tree.read.get(name, size), tree.streamed.get(name, size)))
         cached = tree.state_read or tree.state

@@ -51,6 +51,8 @@ class Item:
     """More that it takes on an accelerator, whose allocator rounds up."""
     pin: Device | None = None
     """Where somebody wants it."""
+    state_bytes: int = 0
+    """The part of ``kept_bytes`` that is cache, not weights."""
 
     @property
     def n_bytes(self) -> int:
@@ -180,9 +182,9 @@ class _Cutter:
         )
 
     def _pieces(self, module: Module, bound: int) -> Iterator[_Piece]:
-        alike = not self._pins or len({self._pins.get(name) for name in module.below()}) == 1
-        small = module.name != "" and self.totals[module.name] <= bound and alike
-        asked = self._pins and alike and module.below() and module.below()[0] in self._pins
+        pins = {self._pins.get(name) for name in module.below()} if self._pins else {None}
+        small = module.name != "" and self.totals[module.name] <= bound and len(pins) == 1
+        asked = len(pins) == 1 and pins != {None}
         if small or asked or module.name in self._tree.units or not module.parts:
             if tensors := module.below():
                 yield _Piece(module.name, tensors, self._run[module.name])
@@ -238,6 +240,7 @@ class _Cutter:
             pinned=any(piece.pinned for piece in pieces),
             pin=next((self._pins[name] for name in tensors if name in self._pins), None),
             load=load,
+            state_bytes=state,
             pad_bytes=sum(map(tree.padding.get, tensors, repeat(0))) if tree.padding else 0,
         )
 

@@ -8,7 +8,7 @@ file, or one of the few that ship (``machines/*.json``), so a plan needs no such
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
@@ -79,7 +79,7 @@ class Machine:
     def limited(self, memory: Mapping[Device, int | None]) -> Machine:
         """Return the machine with those devices only, of that size each."""
         devices = {d: self[d]._replace(capacity_bytes=n) for d, n in memory.items()}
-        return replace(self, devices={d: devices[d] for d in canonical_order(devices)})
+        return replace(self, devices=_ordered(devices))
 
     def to_json(self) -> dict[str, Any]:
         """Return the description, in bytes and bytes a second."""
@@ -166,8 +166,7 @@ def described(data: Any, name: str) -> Machine:
         faults.append(f"crossing_us {crossing!r} is not a positive number of microseconds")
     if faults:
         raise MachineError(f"machine {name!r}: {'; '.join(faults)}")
-    ordered = {device: devices[device] for device in canonical_order(devices)}
-    return Machine(name, ordered, crossing * 1e-6)
+    return Machine(name, _ordered(devices), crossing * 1e-6)
 
 
 _MACHINE_KEYS = {"devices", "crossing_us", "about"}
@@ -208,9 +207,8 @@ def _positive(value: object) -> bool:
 
 def of_memory(memory: Mapping[Device, int | None]) -> Machine:
     """Return a machine of those sizes with the rates that are assumed for such devices."""
-    return Machine(ASSUMED, _ordered({d: assumed(d, n) for d, n in memory.items()}.items()))
+    return Machine(ASSUMED, _ordered({d: assumed(d, n) for d, n in memory.items()}))
 
 
-def _ordered(devices: Iterable[tuple[Device, DeviceSpec]]) -> dict[Device, DeviceSpec]:
-    found = dict(devices)
-    return {device: found[device] for device in canonical_order(found)}
+def _ordered(devices: Mapping[Device, DeviceSpec]) -> dict[Device, DeviceSpec]:
+    return {device: devices[device] for device in canonical_order(devices)}

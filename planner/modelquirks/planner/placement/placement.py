@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import inf
 from typing import Any, NamedTuple
 
 from modelquirks.planner.finding import Finding
@@ -61,6 +62,11 @@ class Prediction(NamedTuple):
         if self.bound_seconds is None:
             return None
         return self.seconds / self.bound_seconds - 1 if self.bound_seconds else 0.0
+
+    @property
+    def tokens_per_second(self) -> float:
+        """What all sequences together generate; infinite for a model that reads nothing."""
+        return self.batch / self.seconds if self.seconds else inf
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields and the gap."""
@@ -218,7 +224,15 @@ def _chosen(
         reasons=solved_reasons(tree, emitted, solution, main),
         findings=(*remarks(solution, memory, main), *checked(tree, devices, main, given=False)),
         reserves=tuple(_reserves(solution, wishes, main)),
-        prediction=_prediction(setting, wishes, tree, devices, main, solution.bound),
+        prediction=_prediction(
+            setting,
+            wishes,
+            tree,
+            devices,
+            main,
+            bound=solution.bound,
+            offload_buffers=offload_buffers,
+        ),
         inputs=inputs,
     )
 
@@ -239,10 +253,12 @@ def _prediction(
     tree: ModuleTree,
     devices: Mapping[str, Device],
     main: Device,
+    *,
     bound: float | None,
+    offload_buffers: bool,
 ) -> Prediction:
     workload, machine = wishes.workload, setting.costs.machine
-    seconds = setting.costs.placed(tree, devices, main)
+    seconds = setting.costs.placed(tree, devices, main, offload_buffers=offload_buffers)
     return Prediction(seconds, bound, workload.objective, workload.batch, machine.name)
 
 
@@ -251,7 +267,7 @@ def _reserves(solution: Solution, wishes: Wishes, main: Device) -> Iterator[Rese
     cached: dict[Device, int] = {}
     for item, device in solution.pairs:
         runs = runs_on(device, main)
-        cached[runs] = cached.get(runs, 0) + item.load.state
+        cached[runs] = cached.get(runs, 0) + item.state_bytes
     near = {runs_on(device, main) for device in solution.devices}
     for device in canonical_order({*near, *wishes.kept_free}):
         if n_bytes := cached.get(device):
@@ -290,7 +306,17 @@ def _given(
         reasons=given_reasons(emitted, read.keys),
         findings=tuple(findings),
         prediction=(
-            _prediction(setting, wishes, tree, read.devices, read.main, None) if whole else None
+            _prediction(
+                setting,
+                wishes,
+                tree,
+                read.devices,
+                read.main,
+                bound=None,
+                offload_buffers=offload_buffers,
+            )
+            if whole
+            else None
         ),
     )
 
@@ -314,8 +340,16 @@ def _followed(tree: ModuleTree, solution: Solution, stay: frozenset[str]) -> dic
     """Return the device of each tensor; those in *stay* may follow an offloaded module."""
     placed = {name: device for item, device in solution.pairs for name in item.tensors}
     main = solution.problem.main
-    alone = {i.tensors[0]: i for i in solution.problem.items if i.pinned and len(i.tensors) == 1}
+    alone = {
+        item.tensors[0]: item
+        for item in solution.problem.items
+        if item.pinned and item.pin is None and len(item.tensors) == 1
+    }
     room = dict(solution.problem.rooms)
+    for item, device in solution.pairs:
+        runs = runs_on(device, main)
+        room[runs] -= item.state_bytes
+        room[device] -= item.padding(device)
     for device, n_bytes in used_bytes(tree, placed, main, offload_buffers=False).items():
         room[device] -= n_bytes
     for module in reversed(list(tree.root.walk())):
@@ -326,7 +360,7 @@ def _followed(tree: ModuleTree, solution: Solution, stay: frozenset[str]) -> dic
         home = others.pop()
         if others or home == main:
             continue
-        size = sum(alone[name].n_bytes for name in own)
+        size = sum(alone[name].n_bytes + alone[name].padding(home) for name in own)
         if is_offloaded(home, main):
             if stay.issuperset(own):
                 placed |= dict.fromkeys(own, home)

@@ -25,7 +25,6 @@ from modelquirks.planner.placement.fill import (
     unplaced,
 )
 from modelquirks.planner.placement.items import Cut, Item
-from modelquirks.planner.placement.machine import of_memory
 from modelquirks.planner.placement.memory import Device, canonical_order
 
 __all__ = ["POLICIES", "Memory", "Policy", "Setting", "Shortage", "Solution", "lack", "solve"]
@@ -54,11 +53,6 @@ class Setting:
     """Bytes kept free on each device that computes: activations."""
     kept_free: Mapping[Device, int] = field(default_factory=dict)
     """Bytes that somebody wants to keep free."""
-
-    @classmethod
-    def of(cls, memory: Memory) -> Setting:
-        """Return a setting of which only the memory is known."""
-        return cls(memory, Costs(of_memory(memory)))
 
     def room(self, device: Device, *, computes: bool) -> int:
         """Return the bytes that items may take on *device*."""

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from modelquirks.planner.names import parent
+from modelquirks.planner.placement.decoder import first_of
 from modelquirks.planner.placement.moduletree import ModuleTree
 
 __all__ = ["Experts", "experts_of", "touched"]
@@ -71,18 +72,22 @@ def experts_of(
 ) -> Experts | None:
     """Return how the model of *config* routes; None if it has no experts, or does not say.
 
+    ValueError if *frequencies* are not those of so many experts.
+
     >>> experts_of({"text_config": {"num_local_experts": 8, "num_experts_per_tok": 2}})
     Experts(n=8, k=2, frequencies=None)
     """
     for part in _parts(config):
-        n, k = (next((v for a in names if _count(v := part.get(a))), None) for names in (_N, _K))
+        n, k = first_of(part, _N), first_of(part, _K)
         if n is not None and k is not None and 0 < k <= n:
+            other = {layer: len(row) for layer, row in (frequencies or {}).items() if len(row) != n}
+            if other:
+                raise ValueError(
+                    f"expert frequencies: the model has {n} experts a layer, but there are "
+                    + ", ".join(f"{count} for layer {layer!r}" for layer, count in other.items())
+                )
             return Experts(n, k, frequencies)
     return None
-
-
-def _count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
 def _parts(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
