@@ -27,9 +27,9 @@ from placement_models import MODELS, Model, built
 from modelquirks.planner.model.from_module import skeleton_of
 from modelquirks.planner.placement.machine import Machine, read_machine, shipped_machines
 from modelquirks.planner.placement.memory import Device
+from modelquirks.planner.placement.model_tree import ModelTree
 from modelquirks.planner.placement.moduletree import ModuleTree
 from modelquirks.planner.placement.placement import Placement, place
-from modelquirks.planner.placement.tree import tree_of_model
 from modelquirks.planner.placement.wishes import Wishes
 from modelquirks.planner.placement.workload import Workload
 from modelquirks.planner.placing import Request, prepare
@@ -60,12 +60,12 @@ def prepared(model: Any) -> tuple[ModuleTree, Wishes]:
     """Return what the planner would place, and what it would heed."""
     skeleton = skeleton_of(model)
     aliases = {name: group[0] for group in skeleton.ties for name in group[1:]}
-    tree = tree_of_model(skeleton, (), aliases, ())
+    tree = ModelTree(skeleton, (), aliases)
     config = getattr(model, "config", None)
-    request = Request(workload=Workload(CONTEXT))
+    indexed = callable(getattr(model, "set_experts_implementation", None))
+    request = Request(workload=Workload(CONTEXT), experts_indexed=indexed)
     found, wishes, _ = prepare(tree, skeleton, config.to_dict() if config else {}, request)
-    assert isinstance(found, ModuleTree)
-    return found, wishes
+    return found.whole, wishes
 
 
 def theirs(model: Any, memory: Mapping[Device, int | None]) -> Mapping[str, Any]:

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import resource
 import statistics
 import struct
@@ -28,9 +27,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from compiled import with_compiled
 
 N_TENSORS, N_FILES = 208_550, 64
 N_LAYERS, N_EXPERTS, N_VISION = 61, 384, 27
@@ -324,22 +324,13 @@ class Measured(NamedTuple):
     steps: dict[str, float]
 
 
-@cache
-def _compiled() -> tempfile.TemporaryDirectory[str]:
-    """Return a folder for compiled modules that is gone at the end."""
-    return tempfile.TemporaryDirectory()
-
-
 def measured(row: str, folder: Path, *, steps: bool = False) -> Measured:
     """Run one piece of work in a fresh process."""
     command = [sys.executable, __file__, "--child", row, "--keep", str(folder)]
-    # With compiled modules, as an installed package has them; the first run of all writes them.
-    environment = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
-    environment["PYTHONPYCACHEPREFIX"] = _compiled().name
     started = time.perf_counter()
     done = subprocess.run(
         [*command, *["--steps"] * steps],
-        check=True, stdout=subprocess.PIPE, text=True, env=environment,
+        check=True, stdout=subprocess.PIPE, text=True, env=with_compiled(),
     )  # fmt: skip
     whole = time.perf_counter() - started
     told = json.loads(done.stdout)

@@ -194,7 +194,7 @@ def test_a_computed_buffer_on_meta_is_refused_by_its_name(
 def test_a_key_that_matches_nothing_is_refused_with_the_nearest(
     net: NetMaker, checkpoint: Checkpoint, refused: Refused
 ) -> None:
-    """accelerate: a warning, where the rest is covered."""
+    """accelerate: a warning, where the rest is covered; once not a word (accelerate#3584)."""
     device_map: dict[Any, Any] = {"": "cpu", "layer.1": "disk"}
     message = refused(net(), checkpoint[1], device_map=device_map, naming=("layer.1",))
     assert "'layers.1'" in message
@@ -291,7 +291,9 @@ def test_devices_may_be_torch_devices(
 def test_weights_on_disk_need_no_offload_folder(
     net: NetMaker, checkpoint: Checkpoint, tmp_path: Path, logits: Logits
 ) -> None:
-    """accelerate: ValueError, as it writes them anew, one file each."""
+    """accelerate: ValueError, as it writes them anew, one file each; transformers: "had weights
+    offloaded to the disk. Please provide an `offload_folder`" (localGPT#206, gpt4all#239).
+    """
     options: dict[str, Any] = {"device_map": LAYER_ON_DISK}
     with pytest.raises(ValueError, match="offload_folder"):
         accelerate.load_checkpoint_and_dispatch(net(), str(checkpoint[1]), **options)

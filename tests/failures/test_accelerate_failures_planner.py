@@ -163,7 +163,9 @@ def test_balanced_low_0_takes_any_device_ids(planned: Planned, ids: tuple[int, i
 
 
 def test_balanced_low_0_keeps_0_free_beside_a_device_without_memory(planned: Planned) -> None:
-    """accelerate: a device without budget between two others puts everything on GPU 0 (case 10)."""
+    """accelerate: a device without budget between two others puts everything on GPU 0 (case 10,
+    accelerate#4297).
+    """
     memory: dict[Any, Any] = {0: 1000 * KIB, 1: 0, 2: 1000 * KIB}
     theirs: Any = get_balanced_memory(parts(*[10] * 4), {**memory}, low_zero=True)
     assert theirs[0] == 40 * KIB

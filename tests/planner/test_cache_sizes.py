@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -116,6 +117,23 @@ DECODERS: dict[str, dict[str, Any]] = {
     "zamba2": {**ZAMBA, "n_mamba_heads": 4, "mamba_ngroups": 1, "chunk_size": 8, "adapter_rank": 4},
     "xglm": {"d_model": 64, "num_layers": 2, "attention_heads": 4, "ffn_dim": 64, "vocab_size": 97},
     "lfm2": {**GROUPED, "layer_types": ["conv", "full_attention"] * 2, "conv_L_cache": 3},
+    "axk2": {**MLA, "index_head_dim": 16, "index_n_heads": 2, "index_topk": 8},
+    "hy_v4": {**MLA, "index_head_dim": 16, "index_n_heads": 2, "index_topk": 8},
+    "beam": {**GROUPED, "n_group": 1, "topk_group": 1, "head_dim": 16, "sliding_window": 8,
+             "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+    "flint": {**GROUPED, "head_dim": 16, "sliding_window": 8, "num_experts": 4,
+              "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+    "dots3_note_text": {
+        **MLA, "num_hidden_layers": 6, "index_head_dim": 16, "index_n_heads": 2, "index_topk": 8,
+        "sliding_window": 8, "n_group": 1, "head_dim": 16, "swa_kv_lora_rank": 24,
+        "swa_head_dim": 16, "swa_qk_nope_head_dim": 12, "swa_v_head_dim": 8,
+        "swa_q_lora_rank": 16, "swa_num_attention_heads": 2, "swa_num_key_value_heads": 2,
+    },
+    "qwen3_5_text": {
+        **GROUPED, "head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+        "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+    },
+    "jetmoe": {**GROUPED, "kv_channels": 16, "num_local_experts": 4, "num_experts_per_tok": 2},
 }  # fmt: skip
 PAIRS: dict[str, dict[str, Any]] = {
     "t5": {"d_model": 64, "d_kv": 16, "d_ff": 64, "num_layers": 2, "num_decoder_layers": 3,
@@ -178,6 +196,23 @@ def test_two_attentions_of_one_module_are_counted_together() -> None:
     each = held(cache)
     assert list(told.layers) == [each[0] + each[1], each[2] + each[3]]
     assert len(module_states([name for name, _ in model.named_modules()], told)[0]) == 2
+
+
+@pytest.mark.parametrize("mode", ["per_loop", "last_loop"])
+def test_layers_that_run_several_times_keep_a_cache_for_each(mode: str) -> None:
+    config = AutoConfig.for_model("dory", **{
+        **GROUPED, "num_hidden_layers": 8, "head_dim": 16, "sliding_window": 8,
+        "n_input_layers": 2, "n_output_layers": 2, "recurrent_kv_cache_mode": mode,
+    })  # fmt: skip
+    model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)  # type: ignore[no-untyped-call]
+    with torch.no_grad():
+        cache = model(torch.randint(3, 97, (BATCH, TOKENS)), use_cache=True).past_key_values
+    each = held(cache)
+    told = cache_of(config.to_dict(), Workload(TOKENS, BATCH), dtype="BF16")
+    again = each[8:] or [0] * 4
+    loops = [n + again[i - 2] if 2 <= i < 6 else n for i, n in enumerate(each[:8])]
+    assert list(told.prompt) == loops
+    assert len(module_states([name for name, _ in model.named_modules()], told)[0]) == 8
 
 
 def test_states_that_no_cache_layer_holds_are_counted() -> None:
@@ -260,7 +295,7 @@ def test_the_text_part_of_a_config_decides() -> None:
 @pytest.mark.parametrize(
     ("config", "why"),
     [
-        ({"model_type": "minimax", "num_hidden_layers": 2}, "does not list its layers"),
+        ({"model_type": "lfm3", "num_hidden_layers": 2}, "does not list its layers"),
         ({"model_type": "zamba2", "num_hidden_layers": 2}, "does not list its layers"),
         ({"model_type": "lfm3", "num_hidden_layers": 1, "layer_types": ["conv"]}, "'lfm3'"),
         ({"num_hidden_layers": 9, "cross_attention_layers": [3]}, "tokens of images"),
@@ -302,6 +337,70 @@ def test_a_config_that_does_not_list_its_layers_means_the_default_order(kind: st
     assert "layer_types" in full
     told, expected = (cache_of(each, workload, dtype="BF16") for each in (bare, full))
     assert (told.layers, told.prompt) == (expected.layers, expected.prompt)
+
+
+DERIVED = (
+    "afmoe", "axk2", "beam", "cohere2", "cwm", "deepseek_v32", "diffusion_gemma_text", "dory",
+    "dots3_note_text", "embedding_gemma2_text", "exaone4", "flint", "gemma2", "gemma3_text",
+    "gemma3n_text", "gemma4_text", "glm_moe_dsa", "gpt_oss", "granite_swa", "granitemoehybrid",
+    "hrm_text", "hy_v4", "jetmoe", "kimi_linear", "kolibri1", "llama4_text", "mimo_v2_flash",
+    "minimax", "mistral_large4_text", "modernbert-decoder", "muse_spark_text", "olmo3",
+    "olmo_hybrid", "qwen2", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "vaultgemma",
+    "zamba",
+)  # fmt: skip
+"""Types whose classes in transformers derive what each layer is."""
+
+
+def as_written(kind: str, **given: Any) -> dict[str, Any]:
+    """Return what a config.json says in which nothing is derived yet: plain fields of the class."""
+    fields = dataclasses.fields(type(AutoConfig.for_model(kind)))
+    plain = {f.name: f.default for f in fields if isinstance(f.default, int | float | str)}
+    return {**plain, "model_type": kind, **given}
+
+
+@pytest.mark.parametrize("kind", DERIVED)
+def test_a_config_as_it_was_released_means_what_its_class_derives(kind: str) -> None:
+    workload = Workload(100_000)
+    full = cache_of(AutoConfig.for_model(kind).to_dict(), workload, dtype="BF16")
+    bare = cache_of(as_written(kind), workload, dtype="BF16")
+    assert full.layers and (bare.layers, bare.prompt) == (full.layers, full.prompt), bare
+
+
+@pytest.mark.parametrize(
+    ("kind", "given"),
+    [
+        ("glm_moe_dsa", {"index_topk_pattern": "FSSF" * 20}),
+        ("glm_moe_dsa", {"index_topk_freq": 4, "index_skip_topk_offset": 3}),
+        ("qwen3_5_text", {"full_attention_interval": 8}),
+        ("kimi_linear", {"linear_attn_config": {
+            "full_attn_layers": [4, 8], "kda_layers": [1, 2, 3, 5, 6, 7], "head_dim": 64,
+            "num_heads": 8, "short_conv_kernel_size": 4}, "num_hidden_layers": 8}),
+        ("nemotron_h", {"hybrid_override_pattern": "M-M*E*", "num_hidden_layers": 6}),
+        ("dory", {"layer_types": ["sliding_attention", "mlp", "full_attention", "mlp"] * 4,
+                  "num_hidden_layers": 16, "n_input_layers": 4, "n_output_layers": 4}),
+        ("dots3_note_text", {"use_dsa": False}),
+        ("dots3_note_text", {"use_sliding_window": False}),
+        ("dots3_note_text", {"layer_types": ["full_attention", "sliding_attention"] * 23}),
+        ("mimo_v2_flash", {"sliding_window_size": 127}),
+        ("gemma4_text", {"num_hidden_layers": 8, "global_head_dim": 128}),
+        ("dbrx", {"attn_config": {"kv_n_heads": 8}}),
+        ("olmo_hybrid", {"num_hidden_layers": 3}),
+    ],
+)  # fmt: skip
+def test_what_a_released_config_says_in_its_own_way_is_understood(
+    kind: str, given: dict[str, Any]
+) -> None:
+    workload = Workload(100_000)
+    full = cache_of(AutoConfig.for_model(kind, **given).to_dict(), workload, dtype="BF16")
+    bare = cache_of(as_written(kind, **given), workload, dtype="BF16")
+    assert full.layers and (bare.layers, bare.prompt) == (full.layers, full.prompt), bare
+
+
+@pytest.mark.parametrize("kind", ["bailing_hybrid", "deepseek_v4", "inkling2_text", "lfm3",
+                                  "mllama_text_model", "qwen4_exp_text", "zaya"])  # fmt: skip
+def test_layers_that_are_not_known_are_told_also_where_none_are_listed(kind: str) -> None:
+    for config in (AutoConfig.for_model(kind).to_dict(), as_written(kind)):
+        assert cache_of(config, Workload(10), dtype="BF16").problem
 
 
 @pytest.mark.parametrize(

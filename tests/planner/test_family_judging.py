@@ -21,7 +21,7 @@ from modelquirks.planner.mapping.offers import Offers, find_offers
 from modelquirks.planner.mapping.ties import tie_groups
 from modelquirks.planner.mapping.wholes import Account, judged_all
 from modelquirks.planner.model.skeleton import Kind, ModelTensor, Skeleton
-from modelquirks.planner.placement.tree import tree_of_model
+from modelquirks.planner.placement.model_tree import ModelTree
 from modelquirks.quirks.pattern import Pattern
 from modelquirks.quirks.recipe import (
     Concat,
@@ -317,7 +317,7 @@ def test_what_is_offered_for_each_name_is_the_same_either_way(case: Case) -> Non
 def test_bytes_of_a_model_are_those_of_each_of_its_tensors(case: Case) -> None:
     setting = Setting(case)
     found = setting.derived()
-    tree = tree_of_model(setting.skeleton, found.recipes, found.aliases, ())
+    tree = ModelTree(setting.skeleton, found.recipes, found.aliases, ()).whole
     made = {name: r.type for r in found.recipes for name in r.names()}
     expected = {
         name: tensor if (t := made.get(name)) is None else tensor._replace(dtype=str(t.dtype))

@@ -15,8 +15,8 @@ from torch import nn
 
 from modelquirks.planner.model.from_module import skeleton_of
 from modelquirks.planner.placement.memory import Device
+from modelquirks.planner.placement.model_tree import ModelTree
 from modelquirks.planner.placement.placement import ModuleTree, Placement, place
-from modelquirks.planner.placement.tree import tree_of_model
 
 PARAMETER_KEYS = "ignore:The following device_map keys do not match any submodules"
 """accelerate warns of keys for single tensors, which its own planner gives too."""
@@ -25,7 +25,7 @@ PARAMETER_KEYS = "ignore:The following device_map keys do not match any submodul
 def tree_of(model: nn.Module) -> ModuleTree:
     skeleton = skeleton_of(model)
     aliases = {alias: group[0] for group in skeleton.ties for alias in group[1:]}
-    return tree_of_model(skeleton, (), aliases, ())
+    return ModelTree(skeleton, (), aliases, ()).whole
 
 
 def dispatch(

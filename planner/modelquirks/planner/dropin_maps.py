@@ -7,26 +7,16 @@ below a byte as 0, ``bool`` as an eighth, and a wider *dtype* than the model's n
 
 from __future__ import annotations
 
-import re
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from modelquirks.planner.collector import collector_paused
-from modelquirks.planner.dtypes import from_torch, to_torch
-from modelquirks.planner.model.from_module import (
-    declared,
-    distinct_modules,
-    entries_of,
-    modules_of,
-    pattern_of,
-    ties_of,
-)
+from modelquirks.planner.model.loaded_sizes import LoadedSizes
+from modelquirks.planner.model.walk import entries_of
 from modelquirks.planner.placement.memory import Device, normalize_max_memory, this_machine
+from modelquirks.planner.placement.module_outline import tree_of_module
 from modelquirks.planner.placement.moduletree import ModuleTree
-from modelquirks.planner.placement.outline import content_of
 from modelquirks.planner.placement.placement import Placement, place
 from modelquirks.planner.plan import PlanError
 from modelquirks.planner.tell import tell
@@ -68,7 +58,7 @@ def infer_auto_device_map(
     del fallback_allocation
     memory = _memory(max_memory)
     with collector_paused():
-        tree = _tree(model, no_split_module_classes, _Sizes.of(dtype, special_dtypes))
+        tree = tree_of_module(model, no_split_module_classes, LoadedSizes.of(dtype, special_dtypes))
         placed = _placed(tree, "sequential", memory, offload_buffers=offload_buffers)
     if not placed.ok:
         errors = [f.message for f in placed.findings if f.severity == "error"]
@@ -100,7 +90,7 @@ def get_balanced_memory(
     memory = _memory(max_memory)
     near = [device for device, size in memory.items() if device not in ("cpu", "disk") and size]
     with collector_paused():
-        tree = _tree(model, no_split_module_classes, _Sizes.of(dtype, special_dtypes))
+        tree = tree_of_module(model, no_split_module_classes, LoadedSizes.of(dtype, special_dtypes))
         room = sum(memory[device] or 0 for device in near)
         if len(near) < 2 or sum(tree.sizes.values()) > room:
             return memory
@@ -163,136 +153,3 @@ def _by_part(model: torch.nn.Module, device: Device) -> OrderedDict[str, Device]
     own = [name for name, _, _ in entries_of({"": model})]
     parts = [name for name, part in model._modules.items() if part is not None]
     return OrderedDict.fromkeys([*own, *parts], device)
-
-
-def _tree(
-    model: torch.nn.Module, no_split: str | Iterable[str] | None, sizes: _Sizes
-) -> ModuleTree:
-    """Return the modules of *model*; in one that must not be split, tensors count as one.
-
-    That is what :func:`~modelquirks.planner.placement.outline.outlined` would make of the whole
-    tree, at a third of its time. Tensors that are tied have their own names.
-    """
-    modules = modules_of(model)
-    some = distinct_modules(modules)
-    sizes = sizes.keeping(some)
-    given = [no_split] if isinstance(no_split, str) else no_split or ()
-    outer, units = _apart(modules, declared(some, "_no_split_modules").union(given))
-    names = [name for name in modules if name in outer or name in units]
-    entries = {unit: list(entries_of(below)) for unit, below in units.items()}
-    free = list(entries_of(outer))
-    ties = ties_of(model, [*free, *chain.from_iterable(entries.values())])
-    grouped = {name for names in ties for name in names}
-    aliases = {name: names[0] for names in ties for name in names[1:]}
-    counted: dict[str, int] = {}
-    stay: dict[str, set[str]] = {"buffer": set(), "computed": set()}
-    for unit, inside in chain([(None, free)], entries.items()):
-        content = {} if unit is None else {k: content_of(unit, _CONTENT[k]) for k in _CONTENT}
-        for name, kind, tensor in inside:
-            if name in aliases:
-                continue
-            known = name if unit is None or name in grouped else content[kind]
-            counted[known] = counted.get(known, 0) + sizes.of_tensor(name, tensor)
-            if kind != "parameter":
-                stay[kind].add(known)
-    return ModuleTree(
-        sizes=counted,
-        modules=tuple(names),
-        units=frozenset(units),
-        aliases=aliases,
-        buffers=frozenset(stay["buffer"] | stay["computed"]),
-        computed=frozenset(stay["computed"]),
-    )
-
-
-_CONTENT = {"parameter": "*", "buffer": "*buffers", "computed": "*computed"}
-
-
-def _apart(
-    modules: Mapping[str, torch.nn.Module], classes: frozenset[str]
-) -> tuple[dict[str, torch.nn.Module], dict[str, dict[str, torch.nn.Module]]]:
-    """Return the modules outside of those of *classes*, and each of those with what is in it."""
-    outer: dict[str, torch.nn.Module] = {}
-    units: dict[str, dict[str, torch.nn.Module]] = {}
-    inside: dict[str, torch.nn.Module] = {}
-    within: str | None = None
-    for name, module in modules.items():
-        if within is not None and name.startswith(within):
-            inside[name] = module
-        elif type(module).__name__ in classes:
-            inside = units[name] = {name: module}
-            within = f"{name}." if name else ""
-        else:
-            outer[name] = module
-            within = None
-    return outer, units
-
-
-@dataclass(frozen=True)
-class _Sizes:
-    """How many bytes a tensor takes once it is loaded."""
-
-    bits: int | None = None
-    """Of a float that is cast; None: as the model has it."""
-    special: Mapping[str, int] = field(default_factory=dict)
-    """Bits of one value, by name of the tensor."""
-    dtype: str = ""
-    kept: re.Pattern[str] | None = None
-    """Finds the names of floats that are not cast."""
-
-    @classmethod
-    def of(cls, dtype: Any, special: Mapping[str, Any] | None) -> _Sizes:
-        """Return the sizes for those dtypes; ValueError for one that nobody knows."""
-        each = {name: _bits(asked) for name, asked in (special or {}).items()}
-        return cls(None if dtype is None else _bits(dtype), each, str(dtype))
-
-    def keeping(self, modules: Iterable[torch.nn.Module]) -> _Sizes:
-        """Return the sizes without casts of what *modules* keep in float32."""
-        words: frozenset[str] = frozenset()
-        if self.dtype.endswith(("float16", "fp16", "half", "bf16")):
-            words = declared(modules, "_keep_in_fp32_modules_strict")
-            if not self.dtype.endswith(("bfloat16", "bf16")):
-                words |= declared(modules, "_keep_in_fp32_modules")
-        return replace(self, kept=pattern_of(words))
-
-    def of_tensor(self, name: str, tensor: torch.Tensor) -> int:
-        """Return the bytes of one tensor; ValueError if it has no shape yet."""
-        try:
-            if name in self.special:
-                return (tensor.numel() * self.special[name] + 7) // 8
-            flatten = getattr(tensor, "__tensor_flatten__", None)
-            if flatten is not None:  # a packed one, of several tensors
-                parts, _ = flatten()
-                return sum(_AS_THEY_ARE.of_tensor(name, getattr(tensor, part)) for part in parts)
-            if self.bits is None or not self._is_cast(name, tensor.dtype):
-                return tensor.nbytes or tensor.shape.numel() * 0  # no shape yet: an error
-            return (tensor.numel() * self.bits + 7) // 8
-        except (RuntimeError, ValueError) as error:
-            raise ValueError(f"{name!r} of the model has no size yet: {error}") from None
-
-    def _is_cast(self, name: str, dtype: torch.dtype) -> bool:
-        if not dtype.is_floating_point or dtype.itemsize < 2:
-            return False
-        return self.kept is None or self.kept.search(name) is None
-
-
-_AS_THEY_ARE = _Sizes()
-
-_CUSTOM = {"fp8": 8, "int4": 4, "int2": 2}
-"""accelerate's ``CustomDtype``: bits of values that are packed when they are loaded."""
-
-
-def _bits(dtype: Any) -> int:
-    """Return the bits of one value of *dtype*, as torch holds it: 8 for its types below a byte."""
-    custom = getattr(dtype, "value", None)
-    if isinstance(custom, str) and custom in _CUSTOM:
-        return _CUSTOM[custom]
-    if isinstance(dtype, str):
-        import torch
-
-        found = getattr(torch, dtype.removeprefix("torch."), None)
-        dtype = found if isinstance(found, torch.dtype) else to_torch(from_torch(dtype))
-    itemsize = getattr(dtype, "itemsize", None)
-    if not isinstance(itemsize, int):
-        raise ValueError(f"dtype {dtype!r} is not known: give a torch dtype, or its name")
-    return itemsize * 8

@@ -6,7 +6,7 @@ free) and what one step of generation touches.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -17,7 +17,6 @@ from modelquirks.planner.mapping.derive import Derived
 from modelquirks.planner.mapping.offers import Offers
 from modelquirks.planner.model.skeleton import Skeleton
 from modelquirks.planner.placement.activations import activations_of
-from modelquirks.planner.placement.allocator import padding
 from modelquirks.planner.placement.cache import cache_of, module_states
 from modelquirks.planner.placement.machine import Machine, read_machine
 from modelquirks.planner.placement.memory import (
@@ -27,11 +26,12 @@ from modelquirks.planner.placement.memory import (
     parse_size,
     this_machine,
 )
+from modelquirks.planner.placement.model_tree import ModelTree
 from modelquirks.planner.placement.moduletree import ModuleTree
 from modelquirks.planner.placement.outline import Outline
 from modelquirks.planner.placement.placement import Placement, place
-from modelquirks.planner.placement.touched import experts_of, touched
-from modelquirks.planner.placement.tree import tree_of_checkpoint, tree_of_model
+from modelquirks.planner.placement.touched import experts_of, stored_share, takes_all_experts
+from modelquirks.planner.placement.tree import tree_of_checkpoint
 from modelquirks.planner.placement.wishes import Wishes, parse_pin
 from modelquirks.planner.placement.workload import Reserve, Workload
 
@@ -57,6 +57,10 @@ class Request:
     no_split: Collection[str] = ()
     """Classes, beside those of the model and of the quirks."""
     offload_buffers: bool = False
+    expert_offload: bool = True
+    """Whether stacked experts are moved one by one where they are offloaded."""
+    experts_indexed: bool = False
+    """Whether the model is known to take each by its index, and never the stack."""
 
     @classmethod
     def of(
@@ -89,11 +93,11 @@ def placement_of(
     """Return where everything goes; an empty placement with the reason if nobody can say."""
     if request.device_map is None:
         return _nowhere()
-    tree: ModuleTree | Outline | None
+    tree: ModelTree | Outline | None
     if skeleton is None or derived is None:
-        tree = tree_of_checkpoint(manifest, offers.direct)
+        tree = tree_of_checkpoint(manifest, offers.direct, _share(config, request))
     else:
-        tree = tree_of_model(skeleton, derived.recipes, derived.aliases, request.no_split)
+        tree = ModelTree(skeleton, derived.recipes, derived.aliases, request.no_split)
     if tree is None:
         return _nowhere("the sizes are not known without the files, so nothing was placed")
     memory = _memory(request, ask_torch=skeleton is not None)
@@ -102,8 +106,16 @@ def placement_of(
     return _most(tree, skeleton, config, request, memory)
 
 
+def _share(config: Mapping[str, Any], request: Request) -> Callable[[str, str], float] | None:
+    """Return what a step reads of stored experts; None if all of it, or if the batch is open."""
+    experts = experts_of(config, request.frequencies)
+    if experts is None or request.workload.objective == "throughput":
+        return None
+    return stored_share(experts, batch=request.workload.batch)
+
+
 def _placed(
-    tree: ModuleTree | Outline,
+    tree: ModelTree | Outline,
     skeleton: Skeleton | None,
     config: Mapping[str, Any],
     request: Request,
@@ -123,20 +135,26 @@ def _placed(
 
 
 def prepare(
-    tree: ModuleTree | Outline,
+    tree: ModelTree | Outline,
     skeleton: Skeleton | None,
     config: Mapping[str, Any],
     request: Request,
     *,
     on_cpu: bool = False,
-) -> tuple[ModuleTree | Outline, Wishes, tuple[Finding, ...]]:
+) -> tuple[Outline, Wishes, tuple[Finding, ...]]:
     """Return *tree* with what a step touches and keeps, what to heed, and what is not known.
 
     *on_cpu*: there is no accelerator to compute on.
     """
-    if isinstance(tree, ModuleTree) and skeleton is not None:
-        tree = _told(tree, skeleton, config, request)
-    needs = _needs(tree, skeleton, config, request.workload, on_cpu=on_cpu)
+    if isinstance(tree, ModelTree):
+        experts = experts_of(config, request.frequencies)
+        tree = tree.outline(
+            experts,
+            batch=request.workload.batch,
+            by_expert=request.expert_offload and not takes_all_experts(config),
+            indexed=request.experts_indexed,
+        )
+    needs = _needs(tree.coarse.modules, skeleton, config, request.workload, on_cpu=on_cpu)
     wishes = Wishes(
         machine=request.machine,
         workload=request.workload,
@@ -162,7 +180,7 @@ class _Needs(NamedTuple):
 
 
 def _needs(
-    tree: ModuleTree | Outline,
+    modules: Sequence[str],
     skeleton: Skeleton | None,
     config: Mapping[str, Any],
     workload: Workload,
@@ -178,7 +196,6 @@ def _needs(
         text = "the dtype of the model is not known, so no room was kept for cache and activations"
         return _Needs({}, {}, "", None, (Finding("cache-unknown", "warning", text),))
     sizes = cache_of(full, workload, dtype=dtype)
-    modules = tree.modules if isinstance(tree, ModuleTree) else tree.coarse.modules
     states, unknown = module_states(modules, sizes, after_prompt=True)
     reads, _ = module_states(modules, sizes)
     running, silent = activations_of(full, workload, dtype=dtype, on_cpu=on_cpu)
@@ -202,47 +219,28 @@ def _dtype_of(config: Mapping[str, Any], skeleton: Skeleton | None) -> str | Non
         except ValueError:
             return None
     counts: dict[str, int] = {}
-    for tensor in skeleton.tensors.values():
-        if tensor.dtype in ("F64", "F32", "BF16", "F16"):
-            counts[tensor.dtype] = counts.get(tensor.dtype, 0) + tensor.nbytes
+    for family in skeleton.families.values():
+        even = skeleton.even_types.get(family.template)
+        alike = [skeleton.tensors[name] for name in (family.names[:1] if even else family.names)]
+        for tensor in alike:
+            if tensor.dtype in ("F64", "F32", "BF16", "F16"):
+                n_bytes = tensor.nbytes * (len(family) // len(alike))
+                counts[tensor.dtype] = counts.get(tensor.dtype, 0) + n_bytes
     return max(counts, key=counts.__getitem__, default=None)
 
 
-def _with_state(tree: ModuleTree | Outline, needs: _Needs) -> ModuleTree | Outline:
+def _with_state(tree: Outline, needs: _Needs) -> Outline:
     if not needs.states:
         return tree
-    if isinstance(tree, ModuleTree):
-        return replace(tree, state=needs.states, state_read=needs.reads)
-    coarse = replace(tree.coarse, state=needs.states, state_read=needs.reads)
-    return replace(tree, coarse=coarse)
 
+    def stated(some: ModuleTree) -> ModuleTree:
+        return replace(some, state=needs.states, state_read=needs.reads)
 
-def _told(
-    tree: ModuleTree, skeleton: Skeleton, config: Mapping[str, Any], request: Request
-) -> ModuleTree:
-    """Return *tree* with what a step touches, and what allocators add."""
-    tree = touched(
-        tree,
-        _families(skeleton),
-        lambda name: skeleton.tensors[name].shape,
-        skeleton.modules,
-        experts_of(config, request.frequencies),
-        batch=request.workload.batch,
-    )
-    padded = {size: more for size in set(tree.sizes.values()) if (more := padding(size))}
-    if not padded:
-        return tree
-    return replace(tree, padding={n: padded[s] for n, s in tree.sizes.items() if s in padded})
-
-
-def _families(skeleton: Skeleton) -> Iterator[tuple[Sequence[str], tuple[int, ...] | None]]:
-    for template, family in skeleton.families.items():
-        even = skeleton.even_types.get(template)
-        yield family.names, None if even is None else even[1]
+    return Outline(stated(tree.coarse), lambda: stated(tree.whole))
 
 
 def _most(
-    tree: ModuleTree | Outline,
+    tree: ModelTree | Outline,
     skeleton: Skeleton | None,
     config: Mapping[str, Any],
     request: Request,

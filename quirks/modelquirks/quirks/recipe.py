@@ -44,6 +44,7 @@ __all__ = [
     "View",
     "children",
     "mapped",
+    "nodes",
     "sources",
 ]
 
@@ -336,6 +337,15 @@ def sources(node: Node) -> Iterator[Source]:
         yield node
     for child in children(node):
         yield from sources(child)
+
+
+def nodes(node: Node) -> Iterator[Node]:
+    """Yield every node of *node*, those above first."""
+    below = [node]
+    while below:
+        found = below.pop()
+        yield found
+        below += children(found)
 
 
 def mapped(node: Node, change: Callable[[Node], Node]) -> Node:

@@ -17,6 +17,7 @@ from modelquirks.quirks.recipe import (
     Part,
     RecipeError,
     Select,
+    Slice,
     Source,
     Stack,
     TensorType,
@@ -166,5 +167,7 @@ def _filled(node: Node, scope: Mapping[str, str], depth: int) -> Node:
 
 
 def is_direct(node: Node) -> bool:
-    """Tell whether the stored bytes are the tensor: nothing to compute, nothing to rewrite."""
+    """Tell whether the tensor lies in a file as it is, whole or as rows of a stored one."""
+    while isinstance(node, Slice) and node.dim == 0:
+        node = node.of
     return isinstance(node, Source)

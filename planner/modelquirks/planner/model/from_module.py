@@ -7,32 +7,29 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from modelquirks.planner.dtypes import from_torch
 from modelquirks.planner.model.skeleton import Kind, ModelTensor, Skeleton
+from modelquirks.planner.model.walk import entries_of, modules_of
 from modelquirks.quirks.family import group
 
 if TYPE_CHECKING:
     import torch
 
-    Entry = tuple[str, Kind, torch.Tensor]
+    from modelquirks.planner.model.walk import Entry
 
 __all__ = [
     "declared",
-    "distinct_modules",
-    "entries_of",
-    "modules_of",
+    "declared_ties",
+    "identity",
     "pattern_of",
     "skeleton_of",
+    "telling",
     "ties_of",
 ]
-
-
-_LONGEST = 10_000
-"""Letters of a module's name."""
 
 
 def skeleton_of(model: torch.nn.Module, *, source: str = "") -> Skeleton:
@@ -46,7 +43,7 @@ def skeleton_of(model: torch.nn.Module, *, source: str = "") -> Skeleton:
     modules = modules_of(model)
     entries = list(entries_of(modules))
     tensors = {name: _described(name, kind, tensor) for name, kind, tensor in entries}
-    distinct = distinct_modules(modules)
+    distinct = telling(modules.values())
     return Skeleton(
         source=source or f"{type(model).__module__}.{type(model).__qualname__}",
         tensors=tensors,
@@ -59,48 +56,9 @@ def skeleton_of(model: torch.nn.Module, *, source: str = "") -> Skeleton:
     )
 
 
-def modules_of(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
-    """Return every module by its name, in module order; one that is shared, under each name.
-
-    This is ``named_modules(remove_duplicate=False)``, whose generators within generators take
-    several times as long. ValueError for a module that contains itself.
-    """
-    found: dict[str, torch.nn.Module] = {}
-    left: list[tuple[str, torch.nn.Module]] = [("", model)]
-    while left:
-        name, module = left.pop()
-        found[name] = module
-        if len(name) > _LONGEST:
-            raise ValueError(f"{name[:60]!r} … has no end: a module of the model contains itself")
-        if parts := module._modules:
-            dot = f"{name}." if name else ""
-            some = reversed(parts.items())
-            left += [(dot + part, below) for part, below in some if below is not None]
-    return found
-
-
-def entries_of(modules: Mapping[str, torch.nn.Module]) -> Iterator[Entry]:
-    """Yield every parameter and buffer of *modules* under its full name, in module order."""
-    for prefix, module in modules.items():
-        if parameters := module._parameters:
-            dot = f"{prefix}." if prefix else ""
-            for name, parameter in parameters.items():
-                if parameter is not None:
-                    yield dot + name, "parameter", parameter
-        if buffers := module._buffers:
-            dot = f"{prefix}." if prefix else ""
-            for name, buffer in buffers.items():
-                if buffer is not None:
-                    computed = name in module._non_persistent_buffers_set
-                    yield dot + name, "computed" if computed else "buffer", buffer
-
-
 def ties_of(model: torch.nn.Module, entries: Sequence[Entry]) -> tuple[tuple[str, ...], ...]:
     """Return the groups of names that share one tensor, or that *model* declares to."""
-    keys = [
-        id(tensor) if kind == "computed" or tensor.is_meta else _identity(tensor)
-        for _, kind, tensor in entries
-    ]
+    keys = [id(tensor) if kind == "computed" else identity(tensor) for _, kind, tensor in entries]
     same: dict[object, list[str]] = {}
     if len(set(keys)) < len(keys):
         shared = {key for key, n_names in Counter(keys).items() if n_names > 1}
@@ -108,22 +66,22 @@ def ties_of(model: torch.nn.Module, entries: Sequence[Entry]) -> tuple[tuple[str
             if key in shared and kind != "computed":
                 same.setdefault(key, []).append(name)
     found: list[Sequence[str]] = [names for names in same.values() if len(names) > 1]
-    if pairs := _declared_ties(model):
+    if pairs := declared_ties(model):
         known = {name for name, kind, _ in entries if kind != "computed"}
         found += [pair for pair in pairs if known.issuperset(pair)]
     return _joined(found)
 
 
-def distinct_modules(modules: Mapping[str, torch.nn.Module]) -> list[torch.nn.Module]:
+def telling(modules: Collection[torch.nn.Module]) -> list[torch.nn.Module]:
     """Return those of *modules* that may declare something for :func:`declared`.
 
     Of a class one is enough, beside modules with parts and settings of their own: transformers 5
     gathers at ``post_init`` what the parts declare.
     """
-    by_type = {type(module): module for module in modules.values()}
+    by_type = dict(zip(map(type, modules), modules, strict=True))
     own = [
         module
-        for module in modules.values()
+        for module in modules
         if module._modules
         and (
             "_no_split_modules" in (settings := module.__dict__)
@@ -162,17 +120,21 @@ def _described(name: str, kind: Kind, tensor: torch.Tensor) -> ModelTensor:
 _name_of = cache(from_torch)
 
 
-def _identity(tensor: torch.Tensor) -> object:
-    """Return a key that two names of a tensor with data share if they stand for one."""
+def identity(tensor: torch.Tensor) -> object:
+    """Return a key that two names of a tensor share if they stand for one."""
+    if tensor.is_meta:
+        return id(tensor)
     try:
         if tensor.numel() == 0:
             return id(tensor)
-        return tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype
+        if address := tensor.data_ptr():
+            return address, tuple(tensor.shape), tensor.stride(), tensor.dtype
+        return id(tensor)  # a DTensor says 0
     except (RuntimeError, NotImplementedError, ValueError):
         return id(tensor)  # a subclass without storage of its own, or one without a shape yet
 
 
-def _declared_ties(model: torch.nn.Module) -> list[Sequence[str]]:
+def declared_ties(model: torch.nn.Module) -> list[Sequence[str]]:
     """Return the pairs that a transformers model says it ties, owner first."""
     declared = getattr(model, "all_tied_weights_keys", None)
     if isinstance(declared, Mapping):

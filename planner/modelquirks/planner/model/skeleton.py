@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from operator import itemgetter
@@ -85,11 +85,6 @@ class Skeleton:
         for raw, dtype, shape in {*zip(*columns, strict=True)}:
             found.setdefault(raw, []).append((dtype, shape))
         return {numbered(raw): types[0] for raw, types in found.items() if len(types) == 1}
-
-    def column(self, by_template: Mapping[str, int]) -> Iterable[int]:
-        """Return for each wanted tensor, in order, what its family has in *by_template*, or 0."""
-        raw = {raw: by_template.get(numbered(raw), 0) for raw in {*self._templates}}
-        return map(raw.__getitem__, self._templates)
 
     def take_families(self, manifest: Manifest) -> None:
         """Take the families of *manifest* for one's own, if it has the same names in one order."""

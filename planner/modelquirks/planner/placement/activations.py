@@ -22,18 +22,15 @@ from modelquirks.planner.placement.decoder import (
     HEADS,
     HIDDEN,
     KV_HEADS,
-    LINEAR,
-    NOTHING,
-    WINDOWED,
     Config,
     Unknown,
     encoder_tokens,
     first_of,
-    kinds_of,
     text_part,
     window_of,
 )
-from modelquirks.planner.placement.touched import experts_of
+from modelquirks.planner.placement.layerkinds import LINEAR, NOTHING, WINDOWED, kinds_of
+from modelquirks.planner.placement.touched import experts_of, takes_all_experts
 from modelquirks.planner.placement.workload import Reserve, Workload
 
 __all__ = ["activations_of"]
@@ -60,8 +57,6 @@ _ALL_LOGITS = (
     "trocr", "whisper", "xlstm",
 )  # fmt: skip
 """Decoders whose ``forward`` has no ``logits_to_keep``; no model with an encoder has it."""
-_ALL_EXPERTS = ("llama4_text",)
-"""Every token goes through every expert, weighted with 0 (``Llama4TextMoe.forward``)."""
 _STEPWISE = ("mamba", "falcon_mamba", "jamba", "zamba")
 """State spaces that compute a state for each token at once (``selective_scan_fn``)."""
 _DELTA_CHUNK, _SCAN_CHUNK = 64, 256
@@ -181,7 +176,7 @@ def _experts(text: Config, sizes: _Sizes) -> Iterator[_Width]:
     experts = experts_of(text)
     if experts is None:
         return
-    k = experts.n if text.get("model_type") in _ALL_EXPERTS else experts.k
+    k = experts.n if takes_all_experts(text) else experts.k
     inner = first_of(text, _EXPERT) or 4 * sizes.hidden
     hidden, size = sizes.hidden, sizes.size
     gate = hidden * size + 9 * inner * size

@@ -19,23 +19,19 @@ from typing import NamedTuple
 
 from modelquirks.planner.dtypes import BITS
 from modelquirks.planner.placement.decoder import (
-    FULL,
     HEAD_DIM,
     HEADS,
     HIDDEN,
     KV_HEADS,
-    LINEAR,
-    NOTHING,
-    WINDOWED,
     Config,
     Unknown,
     encoder_tokens,
     first_of,
-    kinds_of,
     needed,
     text_part,
     window_of,
 )
+from modelquirks.planner.placement.layerkinds import DOTS, FULL, LINEAR, NOTHING, WINDOWED, kinds_of
 from modelquirks.planner.placement.states import State, linear_state
 from modelquirks.planner.placement.workload import Workload
 
@@ -50,8 +46,8 @@ _ENCODERS = (
 """Keep nothing unless ``is_decoder``."""
 _WITHOUT = ("openai-gpt", "xlm", "flaubert")
 """Generate, and compute everything anew for each token."""
-_TWICE = ("longcat_flash",)
-"""Two attentions in each module of the decoder's list (``LongcatFlashDecoderLayer``)."""
+_TIMES = "caches of each layer"
+"""What :func:`_settings` adds: so many caches belong to one module of the decoder's list."""
 
 
 class CacheSizes(NamedTuple):
@@ -77,7 +73,8 @@ def cache_of(config: Config, workload: Workload, *, dtype: str) -> CacheSizes:
         return CacheSizes((), reason)
     try:
         layers = [
-            _Layer(kind, _settings(text, number)) for number, kind in enumerate(kinds_of(text))
+            _Layer(kind, _settings(text, number, kind))
+            for number, kind in enumerate(kinds_of(text))
         ]
         states = {layer.key: _state(layer, workload, dtype) for layer in layers}
         held = {layer.key: _state(layer, workload, dtype, prompt=True) for layer in layers}
@@ -115,6 +112,9 @@ def _keeps_nothing(config: Config) -> str:
 _Key = tuple[str, tuple[tuple[str, int], ...]]
 
 
+_LATENT = ("kv_lora_rank", "qk_rope_head_dim")
+
+
 class _Layer(NamedTuple):
     kind: str
     config: Config
@@ -122,16 +122,17 @@ class _Layer(NamedTuple):
     @property
     def key(self) -> _Key:
         """What makes two layers keep the same."""
-        names = (*HEAD_DIM, *KV_HEADS)
+        names = (*HEAD_DIM, *KV_HEADS, *_LATENT, _TIMES)
         own = {name: value for name in names if isinstance(value := self.config.get(name), int)}
         return self.kind, tuple(sorted(own.items()))
 
 
-def _settings(config: Config, number: int) -> Config:
+def _settings(config: Config, number: int, kind: str) -> Config:
     """Return the config of one layer: ``per_layer_config`` has what is its own."""
+    config = {**config, _TIMES: _times(config, number)}
     given = config.get("per_layer_config")
     if not isinstance(given, Mapping):
-        return config
+        return {**config, **_own(config, kind)}
     own = next((v for k, v in given.items() if str(k).isdigit() and int(k) == number), None)
     # Such configs have these already in what is the layer's own.
     rest = {k: v for k, v in config.items() if k not in _GLOBAL}
@@ -139,6 +140,38 @@ def _settings(config: Config, number: int) -> Config:
 
 
 _GLOBAL = ("global_head_dim", "num_global_key_value_heads")
+
+
+def _times(config: Config, number: int) -> int:
+    """Return how many caches belong to one layer."""
+    model = config.get("model_type")
+    if model == "longcat_flash":  # two attentions in one ``LongcatFlashDecoderLayer``
+        return 2
+    if model != "dory" or config.get("recurrent_kv_cache_mode") == "last_loop":
+        return 1
+    halved = 2 if "mlp" in (config.get("layer_types") or ()) else 1  # counts blocks, not layers
+    first = (first_of(config, ("n_input_layers",)) or 0) // halved
+    last = (first_of(config, ("n_output_layers",)) or 0) // halved
+    n = (first_of(config, ("num_hidden_layers",)) or 0) // halved
+    return (first_of(config, ("n_recurrent_loops",)) or 2) if first <= number < n - last else 1
+
+
+def _own(config: Config, kind: str) -> Config:
+    """Return what a class of transformers puts into ``per_layer_config`` if there is none."""
+    model = str(config.get("model_type"))
+    if model in _WIDE_GLOBAL and kind in FULL:
+        return {"global_head_dim": first_of(config, ("global_head_dim",)) or 512}
+    if model in DOTS and kind in WINDOWED:
+        size = first_of(config, ("swa_head_dim",)) or 256
+        plain = first_of(config, ("swa_qk_nope_head_dim",)) or 192
+        return {
+            "kv_lora_rank": first_of(config, ("swa_kv_lora_rank",)) or 1024,
+            "qk_rope_head_dim": first_of(config, ("swa_qk_rope_head_dim",)) or size - plain,
+        }
+    return {}
+
+
+_WIDE_GLOBAL = ("diffusion_gemma_text", "gemma4_text", "gemma4_unified_text")
 
 
 def _state(layer: _Layer, workload: Workload, dtype: str, *, prompt: bool = False) -> State:
@@ -161,8 +194,10 @@ def _state(layer: _Layer, workload: Workload, dtype: str, *, prompt: bool = Fals
         tokens = tokens if prompt else min(tokens, window)
     tokens += encoder_tokens(config, workload.context)
     each, told = _per_token(config, kind)
-    if config.get("model_type") in _TWICE:
-        each, told = 2 * each, f"2 x {told}"
+    if kind == "indexed_attention" and config.get("model_type") in DOTS:
+        each += needed(config, "kv_lora_rank")  # the rotary part is a view of both
+    if (times := config.get(_TIMES, 1)) > 1:
+        each, told = times * each, f"{times} x {told}"
     return State(
         each * tokens * n * bits // 8,
         f"{told} x {tokens:,} tokens x {n} sequence{'s' * (n > 1)} x {bits / 8:g} bytes",
@@ -171,7 +206,7 @@ def _state(layer: _Layer, workload: Workload, dtype: str, *, prompt: bool = Fals
 
 def _per_token(config: Config, kind: str) -> tuple[int, str]:
     """Return the numbers that one layer keeps of one token, and how they come about."""
-    latent, rotary = first_of(config, ("kv_lora_rank",)), first_of(config, ("qk_rope_head_dim",))
+    latent, rotary = (first_of(config, (name,)) for name in _LATENT)
     if latent is not None and rotary is not None:
         if kind == "indexed_attention":
             index = needed(config, "index_head_dim")
@@ -183,7 +218,10 @@ def _per_token(config: Config, kind: str) -> tuple[int, str]:
         hidden = needed(config, "d_model")
         return hidden, f"{hidden} hidden"
     kv = _kv_heads(config, kind)
-    size = first_of(config, HEAD_DIM) or needed(config, *HIDDEN) // needed(config, *HEADS)
+    size = first_of(config, HEAD_DIM)
+    if size is None:
+        size = needed(config, *HIDDEN) // needed(config, *HEADS)
+        size *= 2 if config.get("model_type") in ("zamba", "zamba2") else 1  # embeddings too
     if kind in FULL:
         size = first_of(config, ("global_head_dim",)) or size
     value = first_of(config, ("v_head_dim",)) or size
@@ -194,9 +232,11 @@ def _per_token(config: Config, kind: str) -> tuple[int, str]:
 
 
 def _kv_heads(config: Config, kind: str) -> int:
-    heads = needed(config, *HEADS)
-    kv = first_of(config, KV_HEADS) or heads
     model = config.get("model_type")
+    inner = config.get("attn_config") if model == "dbrx" else None
+    kv = first_of(inner if isinstance(inner, Mapping) else config, KV_HEADS)
+    heads = needed(config, *HEADS) if kv is None else first_of(config, HEADS) or kv
+    kv = kv or heads
     if config.get("multi_query") and not config.get("new_decoder_architecture"):
         return first_of(config, ("multi_query_group_num",)) or 1
     if model == "falcon" and not config.get("new_decoder_architecture"):

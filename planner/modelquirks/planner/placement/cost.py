@@ -1,7 +1,8 @@
 """What a placement costs: seconds for one step of generation, from bytes and rates.
 
 For each tensor: the bytes that are read where it runs, over the rate of that device's memory; and
-if it is offloaded, the bytes that are moved in, over the slowest link on the way. What accelerate
+if it is offloaded, the bytes that are moved in, over the slowest link on the way, and on the disk
+those that must be computed first. What accelerate
 does decides: beside an accelerator nothing is ever computed on the cpu, all that lies there is
 moved over the link each time it runs. docs/placement.md has the formulas and their limits.
 """
@@ -35,6 +36,8 @@ class Load(NamedTuple):
     """Moved to where it runs if it is offloaded. A module moves a stacked tensor whole."""
     state: int = 0
     """Cache of the layer, read where the layer runs."""
+    made: float = 0.0
+    """The part of ``streamed`` that is computed first if it is on the disk: cast, stacked."""
 
     def plus(self, other: Load) -> Load:
         """Return both together."""
@@ -43,6 +46,7 @@ class Load(NamedTuple):
             self.read + other.read,
             self.streamed + other.streamed,
             self.state + other.state,
+            self.made + other.made,
         )
 
 
@@ -62,6 +66,8 @@ class Costs:
         took = (load.read + load.state) / runs.read_rate
         if is_offloaded(device, main):
             took += load.streamed / self.way_in(device, main)
+        if device == "disk":
+            took += load.made / self.machine.make_rate
         if self.objective == "startup" and device != "disk":
             took += load.size / self.way_in("disk", runs_on(device, main))
         return took
@@ -90,7 +96,9 @@ class Costs:
             device = devices[name]
             if tree.stays(name, offload_buffers=offload_buffers):
                 device = runs_on(device, main)
-            add(device, Load(size, tree.read.get(name, size), tree.streamed.get(name, size)))
+            moved = tree.streamed.get(name, size)
+            made = tree.made.get(name, 0.0)
+            add(device, Load(size, tree.read.get(name, size), moved, made=made))
         cached = tree.state_read or tree.state
         modules = {m.name: m for m in tree.root.walk()} if cached else {}
         for name, n_bytes in cached.items():

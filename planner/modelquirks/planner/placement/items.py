@@ -6,8 +6,10 @@ several devices, or several of these that must stay together (ties, companions).
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import repeat
@@ -18,7 +20,7 @@ from modelquirks.planner.placement.cost import NOTHING, Load
 from modelquirks.planner.placement.memory import Device
 from modelquirks.planner.placement.moduletree import Module, ModuleTree
 
-__all__ = ["Cut", "Item", "Kind", "cuts"]
+__all__ = ["Cut", "Cuts", "Item", "Kind"]
 
 _PARTS = (16, 128)
 """Coarse cuts keep a module whole that is at most one part in so many of the model."""
@@ -37,7 +39,8 @@ class Item:
     """What stays on the main device even then."""
     run_bytes: int
     """What has to be on the main device at once when an offloaded item runs, beside
-    ``kept_bytes``: all that was moved, or less if it is more than one unit."""
+    ``kept_bytes``: all that was moved, or less if it is more than one unit, or has stacked experts
+    that come one by one."""
     pinned: bool
     """Must be on the main device.
 
@@ -128,23 +131,60 @@ class _Piece(NamedTuple):
     pinned: bool = False
 
 
-def cuts(
-    tree: ModuleTree, *, offload_buffers: bool, pins: Mapping[str, Device] | None = None
-) -> tuple[Cut, ...]:
-    """Return the ways to cut *tree*, coarse ones first; the last is the finest.
+class Cuts:
+    """The ways to cut a tree, each made when it is first asked for.
 
     *pins* are tensors with the device that somebody wants for them; a module of which some have
     one and others not is not kept whole, if it may be parted.
 
-    A coarse one keeps modules whole that are at most 1/16 (then 1/128) of the model. That makes
+    A coarse cut keeps modules whole that are at most 1/16 (then 1/128) of the model. That makes
     short maps, and modules with tensors of their own (the embeddings of a vision model) run on
     one device.
     """
-    cutter = _Cutter(tree, offload_buffers, pins or {})
-    total = cutter.totals[""]
-    found = [cutter.cut(total // part) for part in _PARTS]
-    found.append(cutter.cut(-1))
-    return tuple({len(cut.items): cut for cut in found}.values())
+
+    def __init__(
+        self,
+        tree: ModuleTree,
+        *,
+        offload_buffers: bool,
+        pins: Mapping[str, Device] | None = None,
+    ) -> None:
+        """Take a tree and what decides how it can be cut."""
+        self._cutter = _Cutter(tree, offload_buffers, pins or {})
+        total = self._cutter.totals[""]
+        self._bounds = (*(total // part for part in _PARTS), -1)
+        self._made: dict[int, Cut] = {}
+
+    def __iter__(self) -> Iterator[Cut]:
+        """Iterate over cuts that differ, coarse ones first; the last is the finest."""
+        n_items = -1
+        for bound in self._bounds:
+            cut = self._cut(bound)
+            if len(cut.items) != n_items:
+                n_items = len(cut.items)
+                yield cut
+
+    @property
+    def finest(self) -> Cut:
+        """The cut that keeps nothing whole that may be parted."""
+        return self._cut(self._bounds[-1])
+
+    @property
+    def coarse(self) -> list[Cut]:
+        """All cuts but the finest."""
+        return [cut for cut in self if len(cut.items) < len(self.finest.items)]
+
+    def up_to(self, n_items: int) -> Cuts:
+        """Return the cuts of at most so many items, the coarsest in any case."""
+        fewer = copy(self)
+        first, *others = self._bounds
+        fewer._bounds = (first, *(b for b in others if len(self._cut(b).items) <= n_items))
+        return fewer
+
+    def _cut(self, bound: int) -> Cut:
+        if bound not in self._made:
+            self._made[bound] = self._cutter.cut(bound)
+        return self._made[bound]
 
 
 class _Cutter:
@@ -162,24 +202,29 @@ class _Cutter:
             own = sum(tree.sizes.get(name, 0) for name in module.tensors)
             self.totals[module.name] = own + sum(self.totals[part] for part in parts)
             if module.name in tree.units:
-                self._run[module.name] = self._moved(module.below())
+                self._run[module.name] = self._at_once(module.below())
             else:
                 most = max((self._run[part] for part in parts), default=0)
-                self._run[module.name] = self._moved(module.tensors) + most
+                self._run[module.name] = self._at_once(module.tensors) + most
 
     def cut(self, bound: int) -> Cut:
         """Return the cut that keeps modules whole up to *bound* bytes."""
         return Cut(tuple(self._joined(list(self._pieces(self._tree.root, bound)))))
 
+    def _leaving(self, tensors: Iterable[str]) -> list[str]:
+        """Return those that leave the main device if these tensors are offloaded, by owner."""
+        tree = self._tree
+        owners = dict.fromkeys(tree.aliases.get(name, name) for name in tensors)
+        return [n for n in owners if not tree.stays(n, offload_buffers=self._offload_buffers)]
+
     def _moved(self, tensors: Iterable[str]) -> int:
         """Return the bytes that leave the main device if these tensors are offloaded."""
-        tree = self._tree
-        owners = {tree.aliases.get(name, name) for name in tensors}
-        return sum(
-            tree.sizes[name]
-            for name in owners
-            if not tree.stays(name, offload_buffers=self._offload_buffers)
-        )
+        return sum(map(self._tree.sizes.__getitem__, self._leaving(tensors)))
+
+    def _at_once(self, tensors: Iterable[str]) -> int:
+        """Return how many of these come back at a time when an offloaded module runs."""
+        sizes, some = self._tree.sizes, self._tree.at_once
+        return sum(math.ceil(some.get(name, sizes[name])) for name in self._leaving(tensors))
 
     def _pieces(self, module: Module, bound: int) -> Iterator[_Piece]:
         pins = {self._pins.get(name) for name in module.below()} if self._pins else {None}
@@ -190,7 +235,7 @@ class _Cutter:
                 yield _Piece(module.name, tensors, self._run[module.name])
             return
         for tensor in module.tensors:
-            yield _Piece(tensor, (tensor,), self._moved([tensor]), pinned=True)
+            yield _Piece(tensor, (tensor,), self._at_once([tensor]), pinned=True)
         for part in module.parts:
             yield from self._pieces(part, bound)
 
@@ -230,6 +275,7 @@ class _Cutter:
             read=_sum(owned, tree.read),
             streamed=max(0.0, _sum(owned, tree.streamed) - (size - moved)),
             state=sum(reads.get(piece.name, 0) for piece in pieces),
+            made=sum(tree.made.get(name, 0.0) for name, _ in owned) if tree.made else 0.0,
         )
         return Item(
             names=tuple(piece.name for piece in pieces),

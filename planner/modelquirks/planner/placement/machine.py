@@ -42,6 +42,10 @@ CROSSING_SECONDS = 20e-6
 """One hop of the hidden states from one device to another: 10 to 30 µs, mostly latency."""
 
 
+MAKE_RATE = 2e9
+"""Bytes a second, of the result, that a cast or a stack writes into fresh memory."""
+
+
 class MachineError(ValueError):
     """A description that means nothing; the message lists all faults."""
 
@@ -66,6 +70,8 @@ class Machine:
     name: str
     devices: Mapping[Device, DeviceSpec]
     crossing_seconds: float = CROSSING_SECONDS
+    make_rate: float = MAKE_RATE
+    """Bytes a second of weights that the cpu computes from what is stored."""
 
     def __getitem__(self, device: Device) -> DeviceSpec:
         """Return the device; what is not described has the rates of its kind."""
@@ -86,6 +92,7 @@ class Machine:
         return {
             "name": self.name,
             "crossing_seconds": self.crossing_seconds,
+            "make_rate": self.make_rate,
             "devices": {str(device): spec._asdict() for device, spec in self.devices.items()},
         }
 
@@ -93,7 +100,7 @@ class Machine:
     def from_json(cls, data: Mapping[str, Any]) -> Machine:
         """Return what :meth:`to_json` told."""
         devices = {parse_device(d): DeviceSpec(**spec) for d, spec in data["devices"].items()}
-        return cls(data["name"], devices, data["crossing_seconds"])
+        return cls(data["name"], devices, data["crossing_seconds"], data["make_rate"])
 
 
 _RATES: Mapping[str, tuple[float, float | None]] = {
@@ -164,12 +171,15 @@ def described(data: Any, name: str) -> Machine:
     crossing = data.get("crossing_us", CROSSING_SECONDS * 1e6)
     if not _positive(crossing):
         faults.append(f"crossing_us {crossing!r} is not a positive number of microseconds")
+    made = data.get("make_gb_per_s", MAKE_RATE / GB)
+    if not _positive(made):
+        faults.append(f"make_gb_per_s {made!r} is not a positive number")
     if faults:
         raise MachineError(f"machine {name!r}: {'; '.join(faults)}")
-    return Machine(name, _ordered(devices), crossing * 1e-6)
+    return Machine(name, _ordered(devices), crossing * 1e-6, made * GB)
 
 
-_MACHINE_KEYS = {"devices", "crossing_us", "about"}
+_MACHINE_KEYS = {"devices", "crossing_us", "make_gb_per_s", "about"}
 _DEVICE_KEYS = ("capacity", "read_gb_per_s", "link_gb_per_s")
 
 

@@ -65,6 +65,12 @@ class ModuleTree:
     streamed: Mapping[str, float] = field(default_factory=dict)
     """Bytes that one step moves of an offloaded tensor, if not all: of experts with a module
     each, or of a tie, which each of its modules moves."""
+    at_once: Mapping[str, float] = field(default_factory=dict)
+    """Bytes of an offloaded tensor that are where it runs at a time, if not all: of stacked experts
+    that are brought one by one."""
+    made: Mapping[str, float] = field(default_factory=dict)
+    """Bytes of a tensor that are computed whenever it is moved from the disk, if no file holds it
+    as it is (``execution.weights.WeightsMap``)."""
     padding: Mapping[str, int] = field(default_factory=dict)
     """Bytes by which an accelerator's allocator rounds a tensor up, if any."""
     state: Mapping[str, int] = field(default_factory=dict)
@@ -111,10 +117,10 @@ class ModuleTree:
     def to_json(self) -> dict[str, Any]:
         """Return the fields as plain data, those that are empty left out."""
         data: dict[str, Any] = {"sizes": dict(self.sizes), "modules": list(self.modules)}
-        for name in ("aliases", "read", "streamed", "padding", "state", "state_read"):
+        for name in _MAPPINGS:
             if given := getattr(self, name):
                 data[name] = dict(given)
-        for name in ("units", "buffers", "computed"):
+        for name in _SETS:
             if given := getattr(self, name):
                 data[name] = sorted(given)
         if self.together:
@@ -126,7 +132,7 @@ class ModuleTree:
         """Return what :meth:`to_json` told."""
         fields = dict(data)
         fields["modules"] = tuple(data["modules"])
-        fields |= {n: frozenset(data[n]) for n in ("units", "buffers", "computed") if n in data}
+        fields |= {n: frozenset(data[n]) for n in _SETS if n in data}
         if "together" in data:
             fields["together"] = tuple(tuple(group) for group in data["together"])
         return cls(**fields)
@@ -138,6 +144,10 @@ class ModuleTree:
         with it only the non-persistent ones.
         """
         return name in self.computed or (name in self.buffers and not offload_buffers)
+
+
+_SETS = ("units", "buffers", "computed")
+_MAPPINGS = ("aliases", "read", "streamed", "at_once", "made", "padding", "state", "state_read")
 
 
 def is_offloaded(device: Device, main: Device | None) -> bool:

@@ -89,7 +89,9 @@ def outlined(tree: ModuleTree) -> Outline:
         computed=frozenset(counts.of(name) for name in tree.computed if name in tree.sizes),
         read=_summed(tree, tree.read, sizes, counts),
         streamed=_summed(tree, tree.streamed, sizes, counts),
-        padding=_added(tree.padding, counts),
+        at_once=_summed(tree, tree.at_once, sizes, counts),
+        made=_added(tree.made, counts),
+        padding={name: int(n) for name, n in _added(tree.padding, counts).items()},
         state=tree.state,
         state_read=tree.state_read,
     )
@@ -136,11 +138,11 @@ def _summed(
     return found
 
 
-def _added(some: Mapping[str, int], counts: _Counts) -> Mapping[str, int]:
-    found: dict[str, int] = {}
+def _added(some: Mapping[str, float], counts: _Counts) -> Mapping[str, float]:
+    found: dict[str, float] = {}
     for name, n_bytes in some.items():
         counted = counts.of(name)
-        found[counted] = found.get(counted, 0) + n_bytes
+        found[counted] = found.get(counted, 0.0) + n_bytes
     return found
 
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from modelquirks.planner.finding import Finding
 from modelquirks.planner.placement.cost import Costs, Objective
 from modelquirks.planner.placement.devicemap import GivenMap, checked, compact, main_of, read_given
-from modelquirks.planner.placement.items import cuts
+from modelquirks.planner.placement.items import Cuts
 from modelquirks.planner.placement.machine import of_memory
 from modelquirks.planner.placement.memory import Device, canonical_order, parse_device, show_bytes
 from modelquirks.planner.placement.moduletree import (
@@ -198,8 +198,8 @@ def _chosen(
     outline: Outline, policy: Policy, memory: Memory, wishes: Wishes, *, offload_buffers: bool
 ) -> Placement:
     tree = outline.coarse
-    pins, wrong = pinned(tree, wishes.pins)
-    ways = cuts(tree, offload_buffers=offload_buffers, pins=pins)
+    pins, wrong = pinned(tree, wishes.pins) if wishes.pins else ({}, [])
+    ways = Cuts(tree, offload_buffers=offload_buffers, pins=pins)
     if not tree.tensors:
         main = main_of(canonical_order(memory))
         return Placement({"": main}, {}, {}, main, policy, {"": "has no tensors"})
@@ -212,8 +212,10 @@ def _chosen(
         return Placement({}, {}, unused, None, policy, {}, why, inputs=inputs)
     devices = _settled(tree, solution)
     main = solution.problem.main
-    if not any(is_offloaded(device, main) for device in devices.values()):
-        main = main_of(canonical_order(devices.values()))
+    used = set(devices.values())
+    # Tensors of the root go to the main device: it stays the one that the solver pinned them to.
+    if main not in used and not any(is_offloaded(device, main) for device in used):
+        main = main_of(canonical_order(used))
     emitted = compact(tree, devices)
     return Placement(
         device_map=emitted,
@@ -420,7 +422,7 @@ def _too_full(
             )
             yield Finding("over-capacity", "error", text)
     main = used.get(read.main)
-    items = cuts(tree, offload_buffers=offload_buffers)[-1].items
+    items = Cuts(tree, offload_buffers=offload_buffers).finest.items
     moved = [i for i in items if is_offloaded(read.devices.get(i.tensors[0], "cpu"), read.main)]
     largest = max(moved, key=lambda item: item.run_bytes, default=None)
     if main is None or main.capacity_bytes is None or largest is None:

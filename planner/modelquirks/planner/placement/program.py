@@ -62,15 +62,6 @@ class Program:
             if n
         )
 
-    def fits(self, counts: Counts) -> bool:
-        """Tell whether *counts* keep within every room."""
-        left = list(self.rooms)
-        for row, uses in zip(counts, self.uses, strict=True):
-            for n, use in zip(row, uses, strict=True):
-                for room, n_bytes in use:
-                    left[room] -= n * n_bytes
-        return min(left, default=0) >= 0 and self.runs_on_main(counts)
-
     def runs_on_main(self, counts: Counts) -> bool:
         """Tell whether something is on the main device."""
         return not self.on_main or any(row[home] for row in counts for home in self.on_main)

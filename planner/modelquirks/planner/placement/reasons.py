@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from modelquirks.planner.finding import Finding, shown
 from modelquirks.planner.names import parent
-from modelquirks.planner.placement.items import Cut, Item
+from modelquirks.planner.placement.items import Cuts, Item
 from modelquirks.planner.placement.memory import Device, show_bytes, show_devices
 from modelquirks.planner.placement.moduletree import ModuleTree, is_offloaded
 from modelquirks.planner.placement.solve import Memory, Setting, Solution, lack, solve
@@ -92,9 +92,9 @@ def remarks(solution: Solution, memory: Memory, main: Device) -> Iterator[Findin
         yield Finding("device-map-mps", "info", text)
 
 
-def does_not_fit(ways: Sequence[Cut], setting: Setting) -> Finding:
+def does_not_fit(ways: Cuts, setting: Setting) -> Finding:
     """Return the error that says what finds no room and the smallest changes that help."""
-    shortage = lack(ways[-1], setting)
+    shortage = lack(ways.finest, setting)
     if shortage is None:
         text = "no device has any memory; give max_memory such as {'cpu': '8GiB', 'disk': '1TiB'}"
         return Finding("does-not-fit", "error", text)
@@ -118,10 +118,9 @@ def does_not_fit(ways: Sequence[Cut], setting: Setting) -> Finding:
     )
 
 
-def _remedies(ways: Sequence[Cut], setting: Setting) -> Iterator[str]:
+def _remedies(ways: Cuts, setting: Setting) -> Iterator[str]:
     memory = setting.memory
-    if len(ways[-1].items) > _MANY:
-        ways = ways[:-1]
+    ways = ways.up_to(_MANY)
     if memory.get("disk", 0) is not None and _fits(ways, setting, "disk", None):
         yield "add 'disk' without a limit to max_memory"
     needed: dict[Device, int] = {}
@@ -138,16 +137,16 @@ def _remedies(ways: Sequence[Cut], setting: Setting) -> Iterator[str]:
         yield f"give device {device!r} {n_bytes} bytes more ({show_bytes(n_bytes)})"
 
 
-def _fits(ways: Sequence[Cut], setting: Setting, device: Device, size: int | None) -> bool:
+def _fits(ways: Cuts, setting: Setting, device: Device, size: int | None) -> bool:
     """Tell whether there is a placement if *device* has *size*; by the quickest policy."""
     other = replace(setting, memory={**setting.memory, device: size})
     return solve(ways, other, "sequential") is not None
 
 
-def _more(ways: Sequence[Cut], setting: Setting, device: Device) -> int | None:
+def _more(ways: Cuts, setting: Setting, device: Device) -> int | None:
     """Return how many bytes more on *device* are enough; None if no number is."""
     size = setting.memory[device] or 0
-    most = ways[-1].n_bytes * 2
+    most = ways.finest.n_bytes * 2
     step = max(1, most // _EXACT)
 
     def fits(n_steps: int) -> bool:

@@ -20,11 +20,10 @@ from modelquirks.planner.placement.fill import (
     Assignment,
     Problem,
     greedy,
-    search,
     spread,
     unplaced,
 )
-from modelquirks.planner.placement.items import Cut, Item
+from modelquirks.planner.placement.items import Cut, Cuts, Item
 from modelquirks.planner.placement.memory import Device, canonical_order
 
 __all__ = ["POLICIES", "Memory", "Policy", "Setting", "Shortage", "Solution", "lack", "solve"]
@@ -97,7 +96,7 @@ class Shortage:
 
 
 def solve(
-    cuts: Sequence[Cut],
+    cuts: Cuts,
     setting: Setting,
     policy: Policy,
     *,
@@ -123,21 +122,21 @@ def solve(
 
 
 def _by_rule(
-    cuts: Sequence[Cut], setting: Setting, mains: Sequence[Device], policy: Policy
+    cuts: Cuts, setting: Setting, mains: Sequence[Device], policy: Policy
 ) -> Solution | None:
     """Return what accelerate's rules give on the first of *mains* that can be."""
     for cut in cuts:
         for main in mains:
             problem = _problem(cut, setting, main, offload=False)
-            if (devices := _resident(problem, policy)) is not None:
+            if (devices := _resident(problem, policy, setting.costs)) is not None:
                 return Solution(problem, *priced(problem, devices, setting.costs))
-    for some in (cuts[:-1], cuts[-1:]):
+    for some in (cuts.coarse, [cuts.finest]):
         for main in mains:
             problems = [_problem(cut, setting, main, offload=True) for cut in some]
             found = [
                 Solution(problem, *priced(problem, devices, setting.costs))
                 for given in problems
-                for problem, devices in _offloading(given)
+                for problem, devices in _offloading(given, setting.costs)
             ]
             if found:
                 return _preferred(found)
@@ -145,7 +144,7 @@ def _by_rule(
 
 
 def _cheapest(
-    cuts: Sequence[Cut],
+    cuts: Cuts,
     setting: Setting,
     mains: Sequence[Device],
     ruled: Solution | None,
@@ -164,7 +163,7 @@ def _cheapest(
                     best = Solution(problem, *found)
     if best is None:
         return None
-    fine = [_problem(cuts[-1], setting, m, offload=True, all_near=True) for m in mains]
+    fine = [_problem(cuts.finest, setting, m, offload=True, all_near=True) for m in mains]
     bound = least(fine, setting.costs, best.seconds)
     if even and ruled is not None and not ruled.problem.offloaded:
         hops = setting.costs.machine.crossing_seconds * 2 * len(setting.memory)
@@ -224,7 +223,7 @@ def _problem(
     return Problem(cut, rooms, homes, main, frozenset(far) if offload else frozenset())
 
 
-def _resident(problem: Problem, policy: Policy) -> Assignment | None:
+def _resident(problem: Problem, policy: Policy, costs: Costs) -> Assignment | None:
     if not problem.homes or not problem.fits_in_sum:
         return None
     spare_first = policy == "balanced_low_0"
@@ -232,10 +231,18 @@ def _resident(problem: Problem, policy: Policy) -> Assignment | None:
     if found is None and spare_first:
         last = replace(problem, homes=(*problem.homes[1:], *problem.homes[:1]))
         found = greedy(last, back=True)
-    return found or greedy(problem, back=False) or greedy(problem, back=True) or search(problem)
+    return (
+        found or greedy(problem, back=False) or greedy(problem, back=True) or _any(problem, costs)
+    )
 
 
-def _offloading(problem: Problem) -> Iterator[tuple[Problem, Assignment]]:
+def _any(problem: Problem, costs: Costs) -> Assignment | None:
+    """Return a placement where no rule finds one, by the search that ``auto`` uses."""
+    found = cheaper(problem, costs, inf) if problem.fits_in_sum else None
+    return None if found is None else found.devices
+
+
+def _offloading(problem: Problem, costs: Costs) -> Iterator[tuple[Problem, Assignment]]:
     """Yield placements in the order in which to prefer them; all run on the main device."""
     if not problem.offloaded:
         return
@@ -247,7 +254,7 @@ def _offloading(problem: Problem) -> Iterator[tuple[Problem, Assignment]]:
     if any_found:
         return
     for reserved in _with_reserves(problem):
-        if (found := search(reserved)) is not None:
+        if (found := _any(reserved, costs)) is not None:
             yield reserved, found
             return
 

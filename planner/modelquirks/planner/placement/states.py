@@ -7,7 +7,7 @@ model's dtype, but for MiniMax.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from modelquirks.planner.placement.decoder import (
@@ -104,10 +104,27 @@ def _nemotron(config: Config) -> tuple[int, int, int]:
 
 
 def _delta(config: Config) -> tuple[int, int, int]:
+    if config.get("model_type") == "olmo_hybrid":
+        config = _olmo(config)
     keys, values = needed(config, "linear_num_key_heads"), needed(config, "linear_num_value_heads")
     key, value = needed(config, "linear_key_head_dim"), needed(config, "linear_value_head_dim")
     channels = 2 * keys * key + values * value
     return channels, needed(config, "linear_conv_kernel_dim"), values * key * value
+
+
+def _olmo(config: Config) -> Config:
+    """Return a config with what ``OlmoHybridConfig`` derives."""
+    heads = needed(config, *HEADS)
+    keys = first_of(config, ("linear_num_key_heads",)) or heads
+    size = needed(config, "hidden_size") * 3 // (4 * keys)
+    key = first_of(config, ("linear_key_head_dim",)) or size
+    return {
+        **config,
+        "linear_num_key_heads": keys,
+        "linear_num_value_heads": first_of(config, ("linear_num_value_heads",)) or heads,
+        "linear_key_head_dim": key,
+        "linear_value_head_dim": first_of(config, ("linear_value_head_dim",)) or 2 * key,
+    }
 
 
 def _short(config: Config) -> tuple[int, int, int]:
@@ -115,6 +132,10 @@ def _short(config: Config) -> tuple[int, int, int]:
 
 
 def _kimi(config: Config) -> tuple[int, int, int]:
+    inner = config.get("linear_attn_config")
+    if isinstance(inner, Mapping):  # as released
+        heads, size = needed(inner, "num_heads"), needed(inner, "head_dim")
+        return 3 * heads * size, needed(inner, "short_conv_kernel_size"), heads * size * size
     heads, size = needed(config, "linear_num_heads"), needed(config, "linear_head_dim")
     return 3 * heads * size, needed(config, "linear_conv_kernel_dim"), heads * size * size
 

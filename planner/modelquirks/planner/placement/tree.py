@@ -1,4 +1,4 @@
-"""Module trees for placement: of a model as it will be loaded, or of a checkpoint as it lies."""
+"""Module trees for placement of a checkpoint as it lies, without a model."""
 
 from __future__ import annotations
 
@@ -8,66 +8,23 @@ from operator import itemgetter
 from typing import Any
 
 from modelquirks.planner.checkpoint.manifest import Manifest
-from modelquirks.planner.dtypes import nbytes
 from modelquirks.planner.mapping.logical import Logical, Members, renumbered
-from modelquirks.planner.mapping.recipes import FamilyRecipe
-from modelquirks.planner.model.skeleton import Skeleton
 from modelquirks.planner.names import parent
 from modelquirks.planner.placement.moduletree import ModuleTree
 from modelquirks.planner.placement.outline import Outline, content_of
 from modelquirks.quirks.recipe import sources
 
-__all__ = ["tree_of_checkpoint", "tree_of_model"]
+__all__ = ["tree_of_checkpoint"]
+
+Share = Callable[[str, str], float]
 
 
-def tree_of_model(
-    skeleton: Skeleton,
-    recipes: Sequence[FamilyRecipe],
-    aliases: Mapping[str, str],
-    no_split: Collection[str],
-) -> ModuleTree:
-    """Return the modules of the model with the bytes that each tensor will take."""
-    sizes = _planned(skeleton, recipes)
-    for name in aliases:
-        sizes.pop(name, None)
-    kept_whole = skeleton.no_split | frozenset(no_split)
-    return ModuleTree(
-        sizes=sizes,
-        modules=tuple(skeleton.modules),
-        units=frozenset(n for n, kind in skeleton.modules.items() if kind in kept_whole),
-        aliases=dict(aliases),
-        buffers=skeleton.of_kinds("buffer", "computed"),
-        computed=skeleton.of_kinds("computed"),
-    )
-
-
-def _planned(skeleton: Skeleton, recipes: Sequence[FamilyRecipe]) -> dict[str, int]:
-    """Return the bytes that each tensor will take, in module order."""
-    even: dict[str, int] = {}
-    made: dict[str, int] = {}
-    for recipe in recipes:
-        if recipe.type.dtype is None or recipe.type.shape is None:
-            continue
-        size = nbytes(recipe.type.dtype, recipe.type.shape)
-        family = skeleton.families.get(recipe.template)
-        if family is not None and family.members == recipe.members:
-            even[recipe.template] = size
-        else:
-            made |= dict.fromkeys(recipe.names(), size)
-    wanted = skeleton.wanted
-    sizes = dict(zip(wanted, skeleton.column(even), strict=True))
-    others = (family for template, family in skeleton.families.items() if template not in even)
-    for name in (name for family in others for name in family.names):
-        sizes[name] = made[name] if name in made else wanted[name].nbytes
-    computed = {name: skeleton.tensors[name].nbytes for name in skeleton.of_kinds("computed")}
-    if not computed:
-        return sizes
-    both = sizes | computed
-    return {name: both[name] for name in skeleton.tensors}
-
-
-def tree_of_checkpoint(manifest: Manifest, pieces: Sequence[Logical]) -> Outline | None:
+def tree_of_checkpoint(
+    manifest: Manifest, pieces: Sequence[Logical], share: Share | None = None
+) -> Outline | None:
     """Return the modules that the names of the checkpoint suggest; None if no size is known.
+
+    *share* tells the part of a tensor, by its name and block, that one step reads.
 
     Without a model nobody knows which modules must stay whole: everything below the first index
     of a name (``model.layers.3``) is taken as one block.
@@ -83,15 +40,17 @@ def tree_of_checkpoint(manifest: Manifest, pieces: Sequence[Logical]) -> Outline
         else:
             for name, size in _sums(block, piece, manifest, counts):
                 tree.blocks[name] = None
-                tree.enter(content_of(name), size)
-    return Outline(tree.grown(), lambda: _whole(manifest, pieces))
+                part = 1.0 if share is None else share(piece.name, name)
+                tree.enter(content_of(name), size, part)
+    return Outline(tree.grown(), lambda: _whole(manifest, pieces, share))
 
 
-def _whole(manifest: Manifest, pieces: Sequence[Logical]) -> ModuleTree:
+def _whole(manifest: Manifest, pieces: Sequence[Logical], share: Share | None) -> ModuleTree:
     """Return the tree with every tensor of the checkpoint."""
     tree = _Growing()
     for stored, name in (pair for piece in pieces for pair in piece.stored_as()):
-        tree.enter(name, manifest.sizes[stored] or 0)
+        part = 1.0 if share is None else share(name, _block(parent(name)) or "")
+        tree.enter(name, manifest.sizes[stored] or 0, part)
     for module in tree.modules:
         if (block := _block(module)) is not None:
             tree.blocks[block] = None
@@ -103,12 +62,16 @@ class _Growing:
 
     def __init__(self) -> None:
         self.sizes: dict[str, int] = {}
+        self.read: dict[str, float] = {}
         self.modules: dict[str, None] = {"": None}
         self.blocks: dict[str, None] = {}
 
-    def enter(self, name: str, size: int) -> None:
-        """Add a tensor; one that is there grows by *size*."""
-        self.sizes[name] = self.sizes.get(name, 0) + size
+    def enter(self, name: str, size: int, share: float = 1.0) -> None:
+        """Add a tensor; one that is there grows by *size*, of which *share* is read."""
+        known = self.sizes.get(name, 0)
+        if share < 1 or name in self.read:
+            self.read[name] = self.read.get(name, known) + size * share
+        self.sizes[name] = known + size
         module = parent(name)
         if module not in self.modules:
             self.modules.update(dict.fromkeys(reversed(list(_above(module, self.modules)))))
@@ -116,7 +79,10 @@ class _Growing:
     def grown(self) -> ModuleTree:
         """Return the tree."""
         return ModuleTree(
-            sizes=self.sizes, modules=tuple(self.modules), units=frozenset(self.blocks)
+            sizes=self.sizes,
+            modules=tuple(self.modules),
+            units=frozenset(self.blocks),
+            read=self.read,
         )
 
 
