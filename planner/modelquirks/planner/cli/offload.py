@@ -1,11 +1,13 @@
-"""The options that have computed weights written to an offload folder."""
+"""The options for weights that are offloaded: what is written to a folder, what is kept."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
 from modelquirks.planner.cli.command import CallError
+from modelquirks.planner.cli.placing import checked
 from modelquirks.planner.cli.terminal import note
+from modelquirks.planner.placement.memory import parse_size
 
 if TYPE_CHECKING:
     import argparse
@@ -14,7 +16,7 @@ __all__ = ["add_offload", "offload_options"]
 
 
 def add_offload(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
-    """Declare ``--offload-folder`` and ``--materialize``."""
+    """Declare them."""
     parser.add_argument(
         "--offload-folder",
         metavar="DIR",
@@ -27,10 +29,23 @@ def add_offload(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> No
         help="write weights that stay on disk and must be computed (stacked, cast, unpacked) "
         "to the offload folder, once, and read them there from then on",
     )
+    parser.add_argument(
+        "--no-expert-offload",
+        action="store_true",
+        help="move experts that are stacked in one tensor and offloaded as a whole, as accelerate "
+        "does, not one by one",
+    )
+    parser.add_argument(
+        "--expert-cache",
+        metavar="SIZE",
+        type=checked(parse_size),
+        help="keep so much of the offloaded experts on the device that computes, for example "
+        "4GiB; without it, a quarter of what is free there",
+    )
 
 
 def offload_options(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the arguments for ``Plan.load_into``; CallError if one option lacks the other."""
+    """Return the arguments for ``Plan.load_into``; CallError if they do not agree."""
     if args.materialize and not args.offload_folder:
         raise CallError("--materialize writes weights: say where, with --offload-folder DIR")
     if args.offload_folder and not args.materialize:
@@ -39,4 +54,8 @@ def offload_options(args: argparse.Namespace) -> dict[str, Any]:
             "--offload-folder is not needed: weights on disk stay in their files, and nothing is "
             "written without --materialize",
         )
-    return {"offload_folder": args.offload_folder, "materialize": args.materialize}
+    if args.no_expert_offload and args.expert_cache is not None:
+        raise CallError("--expert-cache is for experts one by one: leave --no-expert-offload out")
+    options = {"offload_folder": args.offload_folder, "materialize": args.materialize}
+    options |= {"expert_cache": args.expert_cache}
+    return options | ({"expert_offload": False} if args.no_expert_offload else {})

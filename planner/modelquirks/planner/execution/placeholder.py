@@ -9,14 +9,12 @@ A placeholder is such a meta tensor, and says so to whoever asks where it is. Bu
 that takes it as an operand is called with the fetched tensor instead, by the protocol for tensor
 subclasses (https://docs.pytorch.org/docs/stable/notes/extending.html#extending-torch-python-api).
 Operations without a placeholder are not touched, so this costs nothing where it is not needed.
+Indexing the placeholder of stacked experts fetches only the experts that are asked for.
 """
 
 from __future__ import annotations
 
 import copy
-import threading
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
 from functools import cache
 from typing import Any, ClassVar, NamedTuple, Protocol
 
@@ -24,12 +22,15 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map  # containers as torch itself sees them
 
+from modelquirks.planner.execution.expert_index import pick
+from modelquirks.planner.execution.passstate import PassState
+
 __all__ = [
     "OffloadedWriteError",
     "Origin",
-    "PassState",
     "UnfilledTensor",
     "UnfilledTensorError",
+    "has_rows",
     "is_placeholder",
     "placeholder_of",
 ]
@@ -43,60 +44,19 @@ class UnfilledTensorError(RuntimeError):
     """An attempt to compute with a tensor that has no data; the message names it."""
 
 
-class PassState:
-    """What the threads in a forward pass of one model have fetched outside of hooks."""
-
-    def __init__(self) -> None:
-        """Start with no thread in a pass."""
-        self._local = threading.local()
-
-    @property
-    def is_running(self) -> bool:
-        """Whether this thread is in a forward pass."""
-        return getattr(self._local, "depth", 0) > 0
-
-    @contextmanager
-    def running(self) -> Generator[None, None, None]:
-        """Be in a forward pass; passes nest."""
-        depth = getattr(self._local, "depth", 0)
-        self._local.depth = depth + 1
-        try:
-            yield
-        finally:
-            self._local.depth = depth
-            if depth == 0:
-                self.forget()
-
-    def forget(self) -> None:
-        """Drop what was fetched; done whenever another module fetches its weights."""
-        self._loans.clear()
-
-    @property
-    def _loans(self) -> dict[object, torch.Tensor]:
-        loans: dict[object, torch.Tensor] | None = getattr(self._local, "loans", None)
-        if loans is None:
-            loans = self._local.loans = {}
-        return loans
-
-    def fetched(self, key: object, fetch: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """Return what *fetch* gives; in a pass, once for several readers in a row."""
-        if not self.is_running:
-            return fetch()
-        loans = self._loans
-        if key not in loans:
-            loans[key] = fetch()
-        return loans[key]
-
-    def __reduce__(self) -> tuple[type[PassState], tuple[()]]:
-        """Copy as the state of another model: no thread is in a pass of it."""
-        return PassState, ()
-
-
 class _Hook(Protocol):
     """What is used of accelerate's ``AlignDevicesHook``."""
 
     weights_map: Any
     execution_device: Any
+
+
+class _Rows(Protocol):
+    """Brings elements of the first dimension: see ``experts.Rows``."""
+
+    def one(self, number: int, device: torch.device) -> torch.Tensor: ...
+
+    def count_whole(self, n_bytes: int) -> None: ...
 
 
 class Origin(NamedTuple):
@@ -108,6 +68,8 @@ class Origin(NamedTuple):
     key: str
     """In the weights map of the hook."""
     state: PassState
+    rows: _Rows | None = None
+    """If these are stacked experts: what brings one of them."""
 
     @property
     def device(self) -> torch.device:
@@ -119,6 +81,8 @@ class Origin(NamedTuple):
 
         def fetch() -> torch.Tensor:
             weight: torch.Tensor = self.hook.weights_map[self.key]
+            if self.rows is not None:
+                self.rows.count_whole(weight.nbytes)
             return weight.to(self.device, dtype)
 
         return self.state.fetched((self.name, dtype), fetch)
@@ -208,6 +172,13 @@ def is_placeholder(tensor: object) -> bool:
     return isinstance(tensor, (OffloadedTensor, OffloadedParameter))
 
 
+def has_rows(tensor: object) -> bool:
+    """Tell whether *tensor* is the placeholder of stacked experts, which come one by one."""
+    return isinstance(tensor, (OffloadedTensor, OffloadedParameter)) and (
+        tensor.origin.rows is not None
+    )
+
+
 def placeholder_of(tensor: torch.Tensor, origin: Origin) -> torch.Tensor | None:
     """Return the placeholder for *tensor* of the meta device; None if its class allows none."""
     if not isinstance(tensor, nn.Parameter):
@@ -255,6 +226,10 @@ def _call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if func is torch.Tensor.to and is_placeholder(args[0]) and _stays(args, kwargs):
         dtype = _parsed(args, kwargs)[1]
         return _lazily(func, (args[0], args[0].dtype if dtype is None else dtype), {})
+    if func is torch.Tensor.__getitem__ and is_placeholder(args[0]):
+        picked = _picked(*args)
+        if picked is not None:
+            return picked
     _refuse_writing(func, args, kwargs)
     return func(*tree_map(_real, args), **tree_map(_real, kwargs))
 
@@ -296,6 +271,24 @@ def _values(placeholder: Any) -> torch.Tensor:
     origin: Origin = placeholder.origin
     fetched = origin.fetch(placeholder.dtype)
     return fetched.detach().requires_grad_(placeholder.requires_grad)
+
+
+def _picked(placeholder: Any, index: Any) -> torch.Tensor | None:
+    """Return what *index* gives by fetching only the experts it asks for; None if it needs all."""
+    origin: Origin = placeholder.origin
+    rows = origin.rows
+    picked = None if rows is None or is_placeholder(index) else pick(index, len(placeholder))
+    if rows is None or picked is None:
+        return None
+
+    def one(number: int) -> torch.Tensor:
+        expert = rows.one(number, origin.device).to(placeholder.dtype).detach()
+        return expert.requires_grad_(placeholder.requires_grad)
+
+    shape = placeholder.shape[1:]
+    return picked.of(
+        one, lambda: torch.empty((0, *shape), dtype=placeholder.dtype, device=origin.device)
+    )
 
 
 _WRITING = frozenset(
