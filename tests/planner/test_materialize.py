@@ -338,6 +338,23 @@ def test_weights_of_another_state_of_the_checkpoint_are_not_used(
     assert "materialized-stale" in codes(loaded(checkpoint, off)[1])
 
 
+def test_checkpoints_alike_in_all_but_their_values_do_not_share_weights(
+    checkpoint: Path, off: Path
+) -> None:
+    """Fine-tunes of one model, with the fixed times that some images of containers give files."""
+    other = checkpoint.with_name("fine-tuned")
+    other.mkdir()
+    write(other, 2.0)
+    for folder in (checkpoint, other):
+        os.utime(folder / "model.safetensors", ns=(0, 0))
+    wanted = [loaded(folder, None)[0] for folder in (checkpoint, other)]
+    for _ in range(2):
+        got = [loaded(folder, off)[0] for folder in (checkpoint, other)]
+        assert all(torch.equal(one, two) for one, two in zip(got, wanted, strict=True))
+    assert not torch.equal(*wanted)
+    assert len(list(off.iterdir())) == 2
+
+
 def test_two_checkpoints_share_an_offload_folder(checkpoint: Path, off: Path) -> None:
     other = checkpoint.with_name("other")
     shutil.copytree(checkpoint, other)

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from modelquirks.planner.execution.ahead import AHEAD_BYTES
+from modelquirks.planner.execution.experts import ExpertOffload
 from modelquirks.planner.execution.route import Route
 from modelquirks.planner.execution.slots import Slot
 from modelquirks.planner.execution.weights import WeightsMap
@@ -21,12 +23,14 @@ __all__ = ["DispatchOptions", "hand_over", "loose_modules"]
 
 @dataclass(frozen=True, slots=True)
 class DispatchOptions:
-    """Arguments of ``accelerate.dispatch_model`` that are only passed on."""
+    """Arguments of ``accelerate.dispatch_model`` that are only passed on, and one of our own."""
 
     skip_keys: str | Sequence[str] | None = None
     preload_module_classes: Sequence[str] | None = None
     force_hooks: bool = False
     offload_buffers: bool = False
+    ahead_bytes: int = AHEAD_BYTES
+    """How much may be made ahead of what a forward pass is at."""
 
 
 def hand_over(
@@ -38,8 +42,9 @@ def hand_over(
     loose: Mapping[str, nn.Module],
     slots: Mapping[str, Slot],
     options: DispatchOptions,
+    experts: ExpertOffload | None = None,
 ) -> None:
-    """Have accelerate dispatch *model* along *route*.
+    """Have accelerate dispatch *model* along *route*; *experts* are brought one by one.
 
     Afterwards ``hf_device_map`` is *device_map* as it was given.
 
@@ -64,7 +69,7 @@ def hand_over(
     if route.hooked:
         from modelquirks.planner.execution.fetching import take_over
 
-        take_over(model)
+        take_over(model, experts)
     model.hf_device_map = dict(device_map)  # type: ignore[assignment]
 
 

@@ -15,6 +15,8 @@ import platform
 import sys
 import threading
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from itertools import groupby
 from pathlib import Path, PurePosixPath
 from stat import S_ISREG
 from typing import Any, NamedTuple
@@ -25,7 +27,7 @@ from modelquirks.planner.checkpoint.manifest import StoredTensor
 from modelquirks.planner.dtypes import to_torch
 from modelquirks.quirks.recipe import Region, TensorType
 
-__all__ = ["ReadError", "Reader", "Region"]
+__all__ = ["ReadError", "Reader", "Region", "Span", "expect", "typed"]
 
 _counting = threading.Lock()
 if hasattr(os, "register_at_fork"):  # a child must not inherit a lock that nobody will release
@@ -42,8 +44,52 @@ _READ = os.O_RDONLY | getattr(os, "O_BINARY", 0) | getattr(os, "O_NONBLOCK", 0)
 """Not waiting: a named pipe in place of a file is an error, not a standstill."""
 
 
+_BLOCK_BYTES = 1 << 20
+"""Read at a time into the page cache, if the first byte of it is not there."""
+
+
 class ReadError(RuntimeError):
     """A tensor that its file does not hold as the plan says; names tensor and file."""
+
+
+class Span(NamedTuple):
+    """A place in a file."""
+
+    path: str
+    begin: int
+    end: int
+
+
+def expect(spans: Iterable[Span]) -> None:
+    """Read what the page cache lacks of *spans* into it; what is there costs next to nothing.
+
+    By reading into a buffer that is thrown away: ``MADV_WILLNEED`` and ``POSIX_FADV_WILLNEED``
+    were slower on a virtual disk than the page faults that they were to save. Does nothing where
+    one cannot ask for what is cached (only Linux can, by ``RWF_NOWAIT``).
+    """
+    nowait: int | None = getattr(os, "RWF_NOWAIT", None)
+    if nowait is None or sys.platform != "linux":
+        return
+    block, page = bytearray(_BLOCK_BYTES), bytearray(1)
+    for path, group in groupby(spans, key=lambda span: span.path):
+        with suppress(OSError):  # a file that is gone is still mapped, and nothing is lost
+            descriptor = os.open(path, _READ)
+            try:
+                for _, begin, end in group:
+                    for offset in range(begin, end, _BLOCK_BYTES):
+                        if not _is_cached(descriptor, page, offset, nowait):
+                            size = min(_BLOCK_BYTES, end - offset)
+                            os.preadv(descriptor, [memoryview(block)[:size]], offset)
+            finally:
+                os.close(descriptor)
+
+
+def _is_cached(descriptor: int, page: bytearray, offset: int, nowait: int) -> bool:
+    try:
+        os.preadv(descriptor, [page], offset, nowait)
+    except BlockingIOError:
+        return False
+    return True
 
 
 class Reader:
@@ -95,6 +141,28 @@ class Reader:
                 faults.append(str(error))
         return faults
 
+    def is_view(self, name: str) -> bool:
+        """Tell whether :meth:`read` gives a view of the mapped file, and no copy."""
+        form = self._form(name)
+        return form.nbytes > 0 and not form.must_copy
+
+    def look(self, name: str) -> None:
+        """Raise :class:`ReadError` as :meth:`read` would, for a view that was read before."""
+        stored = self._stored(name)
+        mapping = self._file(stored)
+        if mapping.size() < len(mapping):
+            raise ReadError(f"tensor {name!r}: '{stored.shard}' was truncated while it was in use")
+
+    def span(self, name: str) -> Span:
+        """Return where the tensor is."""
+        stored = self._stored(name)
+        return Span(str(self._root / stored.shard), stored.begin or 0, stored.end or 0)
+
+    def count(self, nbytes: int) -> None:
+        """Count bytes of views that were read before and are used again as having been read."""
+        with _counting:
+            self._bytes_read += nbytes
+
     def read(self, name: str, region: Region | None = None) -> torch.Tensor:
         """Return a tensor, or that region of it, on the CPU.
 
@@ -108,10 +176,19 @@ class Reader:
         written to since it was mapped. That is looked up each time: touching a mapping behind
         the end of its file kills the process, and new bytes would be wrong weights.
         """
-        stored = self._stored(name)
-        form = self._forms.get(name)
-        if form is None:
-            form = self._forms[name] = _form(stored)
+        tensor, form = self._located(name, region)
+        return typed(tensor, form) if form.must_copy and tensor.numel() else tensor
+
+    def is_mapped(self, name: str) -> bool:
+        """Tell whether :meth:`read` gives a view of the file."""
+        return not self._form(name).must_copy
+
+    def _located(self, name: str, region: Region | None) -> tuple[torch.Tensor, _Form]:
+        """Return the tensor as it lies in the mapped file, and what is to be done with that.
+
+        An unaligned one has a last dimension for the bytes of each element.
+        """
+        stored, form = self._stored(name), self._form(name)
         bounds: Region = ()
         size = form.nbytes
         if region is not None:
@@ -119,13 +196,18 @@ class Reader:
             size = form.dtype.itemsize * math.prod(stop - start for start, stop in bounds)
         if size == 0:
             shape = [stop - start for start, stop in bounds] if bounds else form.shape
-            return torch.empty(shape, dtype=form.dtype)
+            return torch.empty(shape, dtype=form.dtype, device="cpu"), form
         tensor = _view(self._file(stored), stored, form)
         for dim, (start, stop) in enumerate(bounds):
             tensor = tensor.narrow(dim, start, stop - start)
-        with _counting:
-            self._bytes_read += size
-        return _typed(tensor, form) if form.must_copy else tensor
+        self.count(size)
+        return tensor, form
+
+    def _form(self, name: str) -> _Form:
+        form = self._forms.get(name)
+        if form is None:
+            form = self._forms[name] = _form(self._stored(name))
+        return form
 
     def _stored(self, name: str) -> StoredTensor:
         stored = self._tensors.get(name)
@@ -286,6 +368,7 @@ def _view(mapping: mmap.mmap, stored: StoredTensor, form: _Form) -> torch.Tensor
     return flat.as_strided((*form.shape, width), (*steps, 1))
 
 
-def _typed(tensor: torch.Tensor, form: _Form) -> torch.Tensor:
+def typed(tensor: torch.Tensor, form: _Form) -> torch.Tensor:
+    """Return a copy of what lies in the file, in its dtype."""
     tensor = tensor.clone(memory_format=torch.contiguous_format)
     return tensor if form.aligned else tensor.view(form.dtype).squeeze(-1)

@@ -42,11 +42,14 @@ class Target:
                     "there would look like a part of it; name another folder"
                 )
         files = [_facts(shard) for shard in self.shards]
-        text = json.dumps([FORMAT, self.layout, files])
+        # With the path: fine-tunes of one model have equal headers and sizes, and where times are
+        # set to a fixed value, as in some images of containers, equal times as well.
+        path = str(self.root.resolve())
+        text = json.dumps([FORMAT, path, self.layout, files])
         return OffloadStore(
             self.folder,
             fingerprint=hashlib.sha256(text.encode()).hexdigest(),
-            checkpoint={"path": str(self.root.resolve()), "layout": self.layout, "files": files},
+            checkpoint={"path": path, "layout": self.layout, "files": files},
         )
 
     def key(self, item: LoadItem) -> str:
