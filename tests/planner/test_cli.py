@@ -476,6 +476,24 @@ def test_without_dry_run_the_plan_is_executed_and_verified(call: Call) -> None:
     assert "Verified: 7 names in place" in told.stdout
 
 
+def test_every_byte_is_compared_and_copied_where_that_is_asked_for(call: Call) -> None:
+    words = ("plan", "tiny", "--model", "tinynet:Net", "--max-memory", "cpu=1KiB")
+    done = call(*words, "--json", "--verify", "full", "--copy", "--load-memory", "32MiB")
+    assert (done.returncode, done.stderr) == (0, "")  # no progress where there is no terminal
+    loaded = json.loads(done.stdout)["loaded"]
+    assert loaded["bytes_made"] == loaded["verification"]["sampled_bytes"] == 864
+    assert set(loaded["seconds_by_step"]) == {"check", "make", "dispatch", "verify"}
+    assert loaded["peak_bytes"] > 10_000_000
+    assert "864 B made at" in call(*words, "--copy").stdout
+    assert "nothing made: all are views of the files" in call(*words).stdout
+
+
+def test_load_memory_that_is_no_size_is_a_bad_call(call: Call) -> None:
+    done = call("plan", "tiny", "--load-memory", "1MiB", "--dry-run")
+    assert done.returncode == 2
+    assert "--load-memory: '1MiB' is too little: give at least 16MiB" in done.stderr
+
+
 def test_a_saved_plan_is_executed_later_and_elsewhere(home: Path, call: Call) -> None:
     plan = ("--dry-run", "--model", "tinynet:Net", "--max-memory", "cpu=1KiB", "-o", "plan.json")
     assert call("plan", "tiny", *plan).returncode == 0

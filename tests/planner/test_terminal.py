@@ -125,11 +125,11 @@ WAIT = (
 )
 
 
-def on_terminal(seconds: float, **environ: str) -> str:
+def on_terminal(seconds: float, script: str = "", **environ: str) -> str:
     """Return what a process writes to a standard error that is a terminal."""
     ours, theirs = pty.openpty()
     process = subprocess.Popen(
-        [sys.executable, "-c", f"{WAIT} time.sleep({seconds})"],
+        [sys.executable, "-c", script or f"{WAIT} time.sleep({seconds})"],
         stderr=theirs,
         env={**os.environ, "TERM": "xterm", **environ},
     )
@@ -149,3 +149,25 @@ def test_progress_is_told_only_past_one_second() -> None:
     assert "Reading" in on_terminal(1.6)
     assert on_terminal(0.1) == ""
     assert on_terminal(1.6, TERM="dumb") == ""
+
+
+LOAD = """
+import time
+from modelquirks.planner.cli.loadbar import loading_shown
+with loading_shown() as heard:
+    if heard is not None:
+        heard.begin({"cpu": 2 << 30, "cuda:0": 4 << 30})
+        heard.add("cpu", 1 << 30)
+    time.sleep(%s)
+"""
+
+
+def test_a_load_is_shown_by_device_only_past_one_second_and_only_on_a_terminal() -> None:
+    told = on_terminal(0, LOAD % 1.6)
+    assert "cpu" in told
+    assert "cuda:0" in told
+    assert "1.0/2.0 GiB" in told
+    assert on_terminal(0, LOAD % 0.1) == ""
+    assert on_terminal(0, LOAD % 1.6, TERM="dumb") == ""
+    piped = subprocess.run([sys.executable, "-c", LOAD % 1.3], capture_output=True, check=True)
+    assert piped.stderr == b""

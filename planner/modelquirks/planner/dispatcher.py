@@ -79,6 +79,7 @@ class Dispatcher:
         dequantize: bool = False,
         no_split_module_classes: str | Iterable[str] | None = None,
         offload_buffers: bool = False,
+        expert_offload: bool = True,
         machine: str | Machine | None = None,
         workload: Workload | None = None,
         reserve: Mapping[Any, Any] | None = None,
@@ -97,7 +98,8 @@ class Dispatcher:
         none, and its rates. *workload* says how long and how many the sequences will be, *reserve*
         how much is kept free on a device, *pins* (``"model.layers.{0..9}=0"``) what must be
         where, *expert_frequencies* by layer the share of tokens that goes to each expert, if it
-        was measured. *dtype* is a
+        was measured. Stacked experts that are offloaded are brought one by one, and placed in that
+        knowledge, unless *expert_offload* is False. *dtype* is a
         torch dtype or its name, ``auto`` (as stored), or None (as the model has it). *aliases*
         are ``"stored=model"`` patterns, *ties* ``"a=b"`` names that share one tensor. Records
         named in *quirks* apply even if they do not match, those in *no_quirks* never. Model
@@ -153,6 +155,8 @@ class Dispatcher:
             frequencies=expert_frequencies,
             no_split=no_split | _classes(no_split_module_classes),
             offload_buffers=offload_buffers,
+            expert_offload=expert_offload,
+            experts_indexed=callable(getattr(model, "set_experts_implementation", None)),
         )
         placement = placement_of(manifest, skeleton, derived, offers, config, request)
         audit = EMPTY_AUDIT if derived is None else derived.audit
@@ -183,7 +187,11 @@ class Dispatcher:
                 *(dtype_unknown(manifest, dtype) if skeleton is not None else ()),
                 *(without_model(config, offers) if skeleton is None else ()),
             ),
-            options=Options(offload_buffers=offload_buffers, dispatch=device_map is not None),
+            options=Options(
+                offload_buffers=offload_buffers,
+                dispatch=device_map is not None,
+                expert_offload=expert_offload,
+            ),
             registry=self.registry,
         )
 

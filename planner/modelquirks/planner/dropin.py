@@ -14,6 +14,8 @@ from modelquirks.planner.tell import tell
 if TYPE_CHECKING:
     import torch
 
+    from modelquirks.planner.execution.loadoptions import Verify
+
 __all__ = ["load_checkpoint_and_dispatch"]
 
 _POLICIES = ("auto", "balanced", "balanced_low_0", "sequential")
@@ -37,6 +39,11 @@ def load_checkpoint_and_dispatch(
     broadcast_from_rank0: bool = False,
     *,
     dequantize: bool = False,
+    expert_offload: bool = True,
+    expert_cache: int | str | None = None,
+    copy: bool = False,
+    load_memory: int | str | None = None,
+    verify: Verify = "samples",
 ) -> torch.nn.Module:
     """Load *checkpoint* into *model* and dispatch it, with accelerate's arguments.
 
@@ -48,8 +55,10 @@ def load_checkpoint_and_dispatch(
     *offload_folder*, *offload_state_dict* and *full_state_dict* are accepted and not needed:
     weights on disk stay in the checkpoint's own files, and every process reads what it loads.
     Nothing is written to *offload_folder*; ``Plan.execute`` does so with ``materialize=True``.
+    *copy*, *load_memory* and *verify* are those of ``Plan.load_into``.
     *broadcast_from_rank0* is refused. Packed weights become plain ones with *dequantize* only. A
-    *dtype* holds with every device map, also with None.
+    *dtype* holds with every device map, also with None. *expert_offload* and *expert_cache* are
+    those of ``Plan.execute``.
     """
     del offload_folder, offload_state_dict, full_state_dict
     if isinstance(device_map, str) and device_map not in _POLICIES:
@@ -71,6 +80,7 @@ def load_checkpoint_and_dispatch(
         no_split_module_classes=no_split_module_classes,
         offload_buffers=offload_buffers,
         dequantize=dequantize,
+        expert_offload=expert_offload,
     )
     unread = plan.audit.unexpected
     if strict and unread:
@@ -83,6 +93,10 @@ def load_checkpoint_and_dispatch(
         skip_keys=skip_keys,
         preload_module_classes=preload_module_classes,
         force_hooks=force_hooks,
+        expert_cache=expert_cache,
+        copy=copy,
+        load_memory=load_memory,
+        verify=verify,
     )
 
 

@@ -60,6 +60,8 @@ class Options(NamedTuple):
     offload_buffers: bool = False
     dispatch: bool = True
     """False: no device map was asked for, tensors go where the model's own are."""
+    expert_offload: bool = True
+    """Whether stacked experts that are offloaded are brought one by one."""
 
 
 @dataclass(frozen=True)
@@ -216,6 +218,24 @@ class Plan:
         ``dispatch_model``. With ``materialize=True`` weights that stay on disk and must be
         computed are computed once and written to *offload_folder*, where later calls find them
         as long as the checkpoint is as it was; without it nothing is written anywhere.
+        *expert_offload* and *expert_cache* (bytes, or ``"4GiB"``) say whether stacked experts that
+        are offloaded are brought one by one, and how much of them is kept on the device that
+        computes; by default as planned, and a quarter of what is free there. *ahead_bytes* (1 GiB)
+        bounds what is computed of offloaded weights in the background before a forward pass comes
+        to it; 0 turns that off.
+
+        What is kept in CPU memory as the file has it is a view of the mapped file; *copy* makes
+        copies instead, for people who will overwrite the file in place. *load_memory* (256 MiB,
+        or for example ``"1GiB"``) is what making the tensors may take beside their own memory.
+        *verify* compares ``"samples"`` of each tensor with the files, or ``"full"``: every byte.
+        *progress* hears of the bytes as they arrive
+        (:class:`~modelquirks.planner.execution.progress.Progress`).
+
+        A model that is sharded (``fully_shard``, ``parallelize_module``: it has DTensors) is loaded
+        by all ranks together, each reading what it has of it. With ``together=True`` that also
+        holds for a model of plain tensors, which may be a pipeline stage. *group* are the ranks, by
+        default all; *timeout* is how many seconds one may be behind. See
+        :func:`modelquirks.planner.distributed.perform.perform_together`.
         """
         from modelquirks.planner.execution.perform import perform
 

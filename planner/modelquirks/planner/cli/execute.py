@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
@@ -9,7 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from modelquirks.planner.checkpoint.open import open_manifest
-from modelquirks.planner.cli.command import Exit
+from modelquirks.planner.cli.command import CallError, Exit
+from modelquirks.planner.cli.loadbar import loading_shown
+from modelquirks.planner.cli.loading import add_loading, loading_options
 from modelquirks.planner.cli.model import TRANSFORMERS, add_model, build
 from modelquirks.planner.cli.offload import add_offload, offload_options
 from modelquirks.planner.cli.plugins import add_no_plugin, load_registry
@@ -37,13 +40,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="write JSON instead of tables")
     parser.add_argument("--all", action="store_true", help="list everything, however long")
     add_offload(parser)
+    add_loading(parser)
     add_model(parser)
     add_no_plugin(parser)
 
 
 def run(args: argparse.Namespace) -> Exit:
     """Read the plan, build the model, load."""
-    offload = offload_options(args)
+    options = {**offload_options(args), **loading_options(args)}
     registry = load_registry(args)
     plan = replace(Plan.load(args.plan, checkpoint=args.checkpoint), registry=registry)
     if not args.json:
@@ -51,16 +55,17 @@ def run(args: argparse.Namespace) -> Exit:
     manifest = open_manifest(plan.path)
     with progress("Building the model without its weights"):
         built = build(args.model or TRANSFORMERS, manifest, registry)
-    return load(plan, built.model, as_json=args.json, offload=offload)
+    return load(plan, built.model, as_json=args.json, options=options)
 
 
-def load(plan: Plan, model: torch.nn.Module, *, as_json: bool, offload: Mapping[str, Any]) -> Exit:
+def load(plan: Plan, model: torch.nn.Module, *, as_json: bool, options: Mapping[str, Any]) -> Exit:
     """Execute *plan* and report; UNUSABLE, with the reason on standard error, if that fails."""
+    _alone()
     from modelquirks.planner.execution.execute import ExecutionError
 
     try:
-        with progress("Loading"):
-            loaded = plan.load_into(model, **offload)
+        with loading_shown() as listener:
+            loaded = plan.load_into(model, progress=listener, **options)
     except (PlanError, ExecutionError) as error:
         if as_json:
             write_json({**plan.to_json(), "loaded": None}, sys.stdout)
@@ -71,3 +76,14 @@ def load(plan: Plan, model: torch.nn.Module, *, as_json: bool, offload: Mapping[
     else:
         show_loaded(Terminal(sys.stdout), loaded)
     return Exit.USABLE if loaded.verification.ok else Exit.UNUSABLE
+
+
+def _alone() -> None:
+    """Raise CallError in a process that torchrun started beside others."""
+    ranks = os.environ.get("WORLD_SIZE", "1")
+    if ranks not in ("", "1"):
+        raise CallError(
+            f"each of the {ranks} processes of torchrun would load the whole model: shard it in a "
+            "program of yours, which then calls Plan.execute (examples/distributed_load.py is one, "
+            "docs/distributed.md says how), or use --dry-run"
+        )

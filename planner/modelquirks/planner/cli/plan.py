@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from modelquirks.planner.checkpoint.open import open_manifest
 from modelquirks.planner.cli.command import CallError, Exit
 from modelquirks.planner.cli.inspect import note_unreadable
+from modelquirks.planner.cli.loading import add_loading, loading_options
 from modelquirks.planner.cli.model import TRANSFORMERS, Built, add_model, build
 from modelquirks.planner.cli.offload import add_offload, offload_options
 from modelquirks.planner.cli.placing import add_placing, checked, placing_options
@@ -41,6 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_no_plugin(parser)
     group = add_placing(parser)
     add_offload(group)
+    add_loading(parser)
     add_naming(parser)
 
 
@@ -72,7 +74,7 @@ def add_naming(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> Exit:
     """Plan, report, and without ``--dry-run`` load."""
-    offload = offload_options(args)
+    options = {**offload_options(args), **loading_options(args)}
     plan, built = _planned(args)
     if args.output is not None:
         plan.save(args.output)
@@ -86,7 +88,7 @@ def run(args: argparse.Namespace) -> Exit:
     if built is not None and loads:
         from modelquirks.planner.cli.execute import load
 
-        return load(plan, built.model, as_json=args.json, offload=offload)
+        return load(plan, built.model, as_json=args.json, options=options)
     if args.json:
         write_json(plan.to_json(), sys.stdout)
     else:
@@ -134,6 +136,7 @@ def _planned(args: argparse.Namespace) -> tuple[Plan, Built | None]:
             allow_missing=args.allow_missing,
             min_coverage=args.min_coverage,
             dequantize=args.dequantize,
+            expert_offload=not getattr(args, "no_expert_offload", False),
             **placing_options(args),
         )
     return plan, built

@@ -66,11 +66,15 @@ def show_loaded(out: Terminal, loaded: ExecutionReport) -> None:
         [(device, show_bytes(n)) for device, n in loaded.bytes_by_device.items()],
     )
     out.say()
-    rate = show_bytes(int(loaded.bytes_read / loaded.seconds)) if loaded.seconds else "?"
     out.say(
         f"{counted(loaded.n_tensors, 'tensor')}, {show_bytes(loaded.bytes_read)} read in "
-        f"{loaded.seconds:.2f} s ({rate}/s with verification)."
+        f"{loaded.seconds:.2f} s{_made(loaded)}."
     )
+    if loaded.seconds_by_step:
+        steps = ", ".join(f"{k} {show_seconds(s)}" for k, s in loaded.seconds_by_step.items())
+        peak = loaded.peak_bytes
+        memory = "" if peak is None else f"; the process had {show_bytes(peak)} at most"
+        out.say(f"Steps: {steps}{memory}.", style="dim")
     show_findings(out, loaded.notes, everything=True)
     seen = loaded.verification
     ties = f"{counted(seen.n_ties, 'tie')} sharing storage, " if seen.n_ties else ""
@@ -81,6 +85,16 @@ def show_loaded(out: Terminal, loaded: ExecutionReport) -> None:
         else "Verification failed: " + "; ".join(seen.problems),
         style="bold green" if seen.ok else STYLES["error"],
     )
+
+
+def _made(loaded: ExecutionReport) -> str:
+    """Return how much was made in memory, how fast, and what that took beside the result."""
+    if not loaded.bytes_made:
+        return ", nothing made: all are views of the files"
+    text = f", {show_bytes(loaded.bytes_made)} made"
+    if seconds := loaded.seconds_by_step.get("make"):
+        text += f" at {show_bytes(int(loaded.bytes_made / seconds))}/s"
+    return f"{text} within {show_bytes(loaded.work_bytes)} beside them"
 
 
 def _show_quirks(out: Terminal, plan: Plan) -> None:

@@ -49,6 +49,7 @@ __all__ = [
     "Known",
     "Read",
     "Types",
+    "elements",
     "evaluate",
     "node_type",
     "torch_shape",
@@ -76,6 +77,7 @@ def evaluate(
     schemes: Mapping[str, Scheme],
     region: Region | None = None,
     dtype: torch.dtype | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return the tensor that *node* stands for, on the CPU.
 
@@ -84,15 +86,19 @@ def evaluate(
     needs is read. *dtype* None leaves the dtype that the recipe has; another one is cast to
     while copying, or given to the packing scheme to compute in. Only real floating-point types
     are cast, and integers to wider ones. An F4 result has two values in each element of its last
-    dimension.
+    dimension. With *out*, which has the shape of the result and says the dtype, the result is
+    written there, without a copy in between where the recipe needs none.
     """
     maker = _Maker(read, types, schemes, {})
     try:
         kind = maker.type_of(node, env)
         region = whole(kind.shape) if region is None else _checked(region, kind)
-        wanted = dtype or to_torch(kind.dtype)
+        wanted = out.dtype if out is not None else dtype or to_torch(kind.dtype)
         _castable(to_torch(kind.dtype), wanted)
-        return maker.make(node, env, region, wanted, kind.dtype)
+        if out is None:
+            return maker.make(node, env, region, wanted, kind.dtype)
+        maker.fill_all(out, node, env, region, kind.dtype)
+        return out
     except Exception as error:  # schemes are anybody's
         raise EvaluationError(f"{_described(node, env)}: {error}") from error
 
@@ -149,6 +155,14 @@ def torch_shape(dtype: str, shape: tuple[int, ...]) -> tuple[int, ...]:
     return (*shape[:-1], shape[-1] // 2) if dtype == "F4" else shape
 
 
+def elements(dtype: str, region: Region) -> Region:
+    """Return *region* as torch counts it: elements of F4 hold two values each."""
+    if dtype != "F4":
+        return region
+    *outer, (start, stop) = region
+    return (*outer, (start // 2, stop // 2))
+
+
 class _FirstOfStack(dict[str, int]):
     """Variables of which those of stacks, not being set, are 0."""
 
@@ -169,26 +183,52 @@ class _Maker:
     ) -> torch.Tensor:
         """Return *region* of *node* in *dtype*; *stored* is the dtype that the node has."""
         if 0 in _size(region):  # nothing to read, not even a scale
-            return torch.empty(torch_shape(stored, _size(region)), dtype=dtype)
+            return torch.empty(torch_shape(stored, _size(region)), dtype=dtype, device="cpu")
         read = self._read_at_once(node, env, region)
         if read is not None and read.dtype == dtype:
             # A stored tensor keeps its strides; what rules cut out of one is made contiguous.
             return read if isinstance(node, Source) else read.contiguous()
-        out = torch.empty(torch_shape(stored, _size(region)), dtype=dtype)
+        out = torch.empty(torch_shape(stored, _size(region)), dtype=dtype, device="cpu")
         if read is not None:
             _copy(out, read)
         else:
             self.fill(out, node, env, region)
         return out
 
+    def fill_all(
+        self,
+        out: torch.Tensor,
+        node: Node,
+        env: Mapping[str, int],
+        region: Region,
+        stored: str,
+    ) -> None:
+        """Write *region* of *node*, whose dtype is *stored*, to *out*, if that is made for it."""
+        if tuple(out.shape) != torch_shape(stored, _size(region)):
+            raise RecipeError(f"{list(out.shape)} is not the shape of region {region}")
+        if out.numel():
+            self.fill(out, node, env, region)
+
     def _read_at_once(
         self, node: Node, env: Mapping[str, int], region: Region
     ) -> torch.Tensor | None:
-        """Return a source, or a slice of one, as it was read; None for anything else."""
-        while isinstance(node, Slice):
-            region = _shifted(region, node.dim, node.start)
+        """Return a source, a slice of one or one of a stack as it was read; None for others."""
+        n_stacks = 0
+        while True:
+            if isinstance(node, Slice):
+                region = _shifted(region, node.dim, node.start)
+            elif isinstance(node, Stack) and node.count != 1 and _is_single(region[0]):
+                (index, _), *inner = region
+                outer, env, region = env, {**env, node.over: index}, tuple(inner)
+                self._alike(node, env, outer)
+                n_stacks += 1
+            else:
+                break
             node = node.of
-        return self.read(_name(node, env), region) if isinstance(node, Source) else None
+        if not isinstance(node, Source):
+            return None
+        read = self.read(_name(node, env), region)
+        return read[(None,) * n_stacks] if n_stacks else read
 
     def fill(self, out: torch.Tensor, node: Node, env: Mapping[str, int], region: Region) -> None:
         """Write *region* of *node* to *out*."""
@@ -260,7 +300,7 @@ class _Maker:
     ) -> None:
         if out.dtype == dtype:
             return self.fill(out, of, env, region)
-        between = torch.empty(out.shape, dtype=dtype)
+        between = torch.empty(out.shape, dtype=dtype, device="cpu")
         self.fill(between, of, env, region)
         return _copy(out, between)
 
@@ -295,7 +335,9 @@ class _Maker:
             shift = zip(run.region, region, strict=True)
             target = out[tuple(slice(a - start, b - start) for (a, b), (start, _) in shift)]
             flat = _flat(target, run.lengths)
-            between = torch.empty(run.lengths, dtype=out.dtype) if flat is None else flat
+            between = (
+                torch.empty(run.lengths, dtype=out.dtype, device="cpu") if flat is None else flat
+            )
             for box in run.boxes:
                 part = between[tuple(slice(a, b) for a, b in box.at)]
                 view = _flat(part, _size(box.region))
@@ -441,6 +483,11 @@ def _with(region: Region, dim: int, bounds: tuple[int, int]) -> Region:
 def _shifted(region: Region, dim: int, by: int) -> Region:
     start, stop = region[dim]
     return _with(region, dim, (start + by, stop + by))
+
+
+def _is_single(bounds: tuple[int, int]) -> bool:
+    start, stop = bounds
+    return stop - start == 1
 
 
 def _size(region: Region) -> tuple[int, ...]:

@@ -6,23 +6,28 @@ verification at the end, gives the model back the very objects that it had.
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
 
 from modelquirks.planner.checkpoint.manifest import StoredTensor
 from modelquirks.planner.dtypes import to_torch
+from modelquirks.planner.execution.ahead import AHEAD_BYTES
 from modelquirks.planner.execution.copies import equal, settle
 from modelquirks.planner.execution.dispatching import DispatchOptions, hand_over, loose_modules
 from modelquirks.planner.execution.evaluate import EvaluationError, evaluate, torch_shape
+from modelquirks.planner.execution.executionreport import Clock, ExecutionReport, peak_memory
+from modelquirks.planner.execution.expert_forward import index_experts
+from modelquirks.planner.execution.experts import ExpertOffload, ExpertOptions
+from modelquirks.planner.execution.loading import load
 from modelquirks.planner.execution.loaditem import ExecutionError, LoadItem
+from modelquirks.planner.execution.loadoptions import LoadOptions
 from modelquirks.planner.execution.materialize import Materialized, materialize
+from modelquirks.planner.execution.passing import PassingReader
 from modelquirks.planner.execution.preflight import (
     faults,
     followers,
@@ -39,49 +44,19 @@ from modelquirks.planner.execution.reader import Reader, Region
 from modelquirks.planner.execution.route import Route, make_route
 from modelquirks.planner.execution.slots import find_slots
 from modelquirks.planner.execution.snapshot import Snapshot
+from modelquirks.planner.execution.stacked import stacked_experts
 from modelquirks.planner.execution.target import Target
 from modelquirks.planner.execution.verify import Verification, verify
-from modelquirks.planner.execution.weights import WeightsMap
+from modelquirks.planner.execution.weights import WeightsMap, is_view
 from modelquirks.planner.finding import Finding, shown
 from modelquirks.planner.names import parent
-from modelquirks.planner.placement.memory import Device
+from modelquirks.planner.placement.memory import Device, parse_size
 from modelquirks.quirks.recipe import Scheme, Source
 
 __all__ = ["ExecutionError", "ExecutionReport", "execute"]
 
 _LEARNABLE = frozenset({"F16", "BF16", "F32", "F64", "C64", "C128"})
 """Dtypes whose parameters keep ``requires_grad``; packed, integer and F8 ones cannot learn."""
-
-
-@dataclass(frozen=True, slots=True)
-class ExecutionReport:
-    """What was loaded where."""
-
-    seconds: float
-    """From the call to the end of the verification."""
-    bytes_by_device: Mapping[str, int]
-    """Bytes by the device that keeps them; those of ``disk`` are in files, the checkpoint's
-    own unless weights were materialized."""
-    n_tensors: int
-    """Tensors loaded; tied names count once."""
-    bytes_read: int
-    """Bytes of the stored tensors and regions that were asked for, verification not counted."""
-    verification: Verification
-    notes: tuple[Finding, ...] = ()
-    bytes_written: int = 0
-    """Bytes of the files that were written to the offload folder; 0 unless that was asked for."""
-
-    def to_json(self) -> dict[str, Any]:
-        """Return it as plain data."""
-        return {
-            "seconds": self.seconds,
-            "bytes_by_device": dict(self.bytes_by_device),
-            "tensors": self.n_tensors,
-            "bytes_read": self.bytes_read,
-            "bytes_written": self.bytes_written,
-            "verification": self.verification.to_json(),
-            "notes": [note.to_json() for note in self.notes],
-        }
 
 
 def execute(
@@ -100,7 +75,11 @@ def execute(
     offload_buffers: bool = False,
     dispatch: bool = True,
     target: Target | None = None,
-    sample_bytes: int = 65536,
+    loading: LoadOptions | None = None,
+    ahead_bytes: int = AHEAD_BYTES,
+    expert_offload: bool = True,
+    expert_cache: int | str | None = None,
+    room: int | None = None,
 ) -> ExecutionReport:
     """Load *items* from the checkpoint at *root* into *model* and dispatch it with accelerate.
 
@@ -110,36 +89,65 @@ def execute(
     holds groups of names of which several are stored: they are tied if their bits are equal.
     With ``device_map=None`` tensors go where those of the model are, or to the CPU, and nothing
     is dispatched; ``dispatch=False`` places them by their own device only. The other arguments
-    are those of ``accelerate.dispatch_model``. *sample_bytes* of each tensor are verified.
+    are those of ``accelerate.dispatch_model``. *loading* says how tensors are made and verified.
+
+    At most *ahead_bytes* of computed weights are made in the background before a forward pass
+    comes to them; with 0 nothing is done ahead. With *expert_offload* stacked experts that are
+    offloaded are brought one by one, and *expert_cache* bytes of them kept on the device that
+    computes. None is a quarter of what is free there, and no more than *room*, what the plan
+    leaves unused.
 
     Raises :class:`ExecutionError`, which names what is wrong, and leaves the model as it was.
     """
-    started = time.perf_counter()
-    options = DispatchOptions(skip_keys, preload_module_classes, force_hooks, offload_buffers)
-    job = _Job(model, items, root=root, tensors=tensors, schemes=schemes, options=options)
+    clock = Clock()
+    cache = None if expert_cache is None else parse_size(expert_cache)
+    by_expert = ExpertOptions(expert_offload, cache, room)
+    options = DispatchOptions(
+        skip_keys, preload_module_classes, force_hooks, offload_buffers, ahead_bytes
+    )
+    job = _Job(
+        model,
+        items,
+        root=root,
+        tensors=tensors,
+        schemes=schemes,
+        options=options,
+        loading=loading,
+    )
     job.check(device_map, main_device, dispatch=dispatch)
     job.settle(compare)
     if target is not None:
         job.materialize(target)
+    clock.lap("check")
     made = job.make()
+    clock.lap("make")
     snapshot = Snapshot(model)
     try:
         job.install(made)
         if dispatch and device_map is not None and job.route is not None:
-            job.dispatch(job.route, device_map, made)
-        bytes_read = job.reader.bytes_read
-        verification = job.verify(sample_bytes)
+            job.dispatch(job.route, device_map, made, by_expert)
+        clock.lap("dispatch")
+        bytes_read = job.bytes_read
+        verification = job.verify()
     except BaseException:
         snapshot.restore()
         raise
+    if job.experts is not None:
+        job.notes += index_experts(model, job.experts.names)
+    clock.lap("verify")
     return ExecutionReport(
-        seconds=time.perf_counter() - started,
+        seconds=clock.seconds,
         bytes_by_device=job.bytes_by_device(),
         n_tensors=len(job.items),
         bytes_read=bytes_read,
         verification=verification,
         notes=tuple(job.notes),
         bytes_written=0 if job.computed is None else job.computed.bytes_written,
+        experts=job.experts,
+        bytes_made=job.bytes_made,
+        work_bytes=job.work_bytes,
+        peak_bytes=peak_memory(),
+        seconds_by_step=clock.laps,
     )
 
 
@@ -148,6 +156,9 @@ class _Job:
 
     route: Route | None = None
     computed: Materialized | None = None
+    experts: ExpertOffload | None = None
+    bytes_made = 0
+    work_bytes = 0
 
     def __init__(
         self,
@@ -158,8 +169,10 @@ class _Job:
         tensors: Mapping[str, StoredTensor],
         schemes: Mapping[str, Scheme],
         options: DispatchOptions,
+        loading: LoadOptions | None = None,
     ) -> None:
         self.model, self.schemes, self.options = model, schemes, options
+        self.loading = loading or LoadOptions()
         self.items = list(items)
         self.slots = find_slots(model)
         # Only what is needed: the weights map keeps its reader as long as the model lives.
@@ -167,6 +180,8 @@ class _Job:
         self.located = {name: tensors[name] for name in used if name in tensors}
         self.root = root
         self.reader = Reader(root, self.located)
+        # Another one for what is read once: it lets go of the pages, which a view must not lose.
+        self.passing = PassingReader(root, self.located)
         self.notes: list[Finding] = []
 
     def check(
@@ -244,15 +259,26 @@ class _Job:
 
     def evaluate(self, item: LoadItem, region: Region | None = None) -> torch.Tensor:
         """Return an item, or a region of it, on the CPU as it will be in memory."""
+        return self._evaluate(item, self.reader, region=region)
+
+    def _evaluate(
+        self,
+        item: LoadItem,
+        reader: Reader,
+        *,
+        region: Region | None,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         try:
             return evaluate(
                 item.node,
                 item.env,
-                read=self.reader.read,
-                types=self.reader.type_of,
+                read=reader.read,
+                types=reader.type_of,
                 schemes=self.schemes,
                 region=region,
                 dtype=to_torch(item.dtype),
+                out=out,
             )
         except EvaluationError as error:
             raise ExecutionError(f"{item}: {error}") from error
@@ -268,22 +294,43 @@ class _Job:
     def make(self) -> dict[str, torch.Tensor]:
         """Return every tensor by the name of its item; those on disk without data, on meta."""
         made: dict[str, torch.Tensor] = {}
+        wanted: list[tuple[LoadItem, Device | torch.device]] = []
         readers = Counter(name for item in self.items for name in needs(item))
         for item in self.items:
             device = self._home(item)
             if device is None:
                 shape = torch_shape(item.dtype, item.shape)
                 made[item.name] = torch.empty(shape, dtype=to_torch(item.dtype), device="meta")
-                continue
-            tensor = self.evaluate(item)
-            try:
-                made[item.name] = tensor.to(device)
-            except (RuntimeError, AssertionError) as error:  # torch without CUDA asserts that
-                raise ExecutionError(f"{item} cannot be put on {device!r}: {error}") from error
-            if isinstance(item.node, Source) and readers[needs(item)[0]] > 1:
-                # Two views of one range in the file: training one tensor would change the other.
-                made[item.name] = made[item.name].clone()
-        return made
+            elif self._stays_mapped(item, device, readers):
+                made[item.name] = self.evaluate(item)
+            else:
+                wanted.append((item, device))
+        loaded = load(wanted, write=self._write, tensors=self.located, options=self.loading)
+        self.bytes_made, self.work_bytes = loaded.n_bytes, loaded.peak_bytes
+        return {**made, **loaded.tensors}
+
+    def _stays_mapped(
+        self, item: LoadItem, device: Device | torch.device, readers: Mapping[str, int]
+    ) -> bool:
+        """Tell whether the tensor can be a view of its file."""
+        if str(device) != "cpu" or self.loading.copy or not is_view(item, self.reader.type_of):
+            return False
+        (name,) = needs(item)
+        # Two views of one range in the file: training one tensor would change the other.
+        shared = isinstance(item.node, Source) and readers[name] > 1
+        return self.reader.is_mapped(name) and not shared
+
+    def _write(self, item: LoadItem, region: Region, out: torch.Tensor) -> None:
+        """Write a region of an item to *out*; called from several threads."""
+        try:
+            self._evaluate(item, self.passing, region=region, out=out)
+        finally:
+            self.passing.release()
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes asked of the files so far."""
+        return self.reader.bytes_read + self.passing.bytes_read
 
     def _home(self, item: LoadItem) -> Device | torch.device | None:
         """Return where the tensor is kept in memory; None: nowhere, it stays in its files."""
@@ -322,10 +369,14 @@ class _Job:
         route: Route,
         device_map: Mapping[str, Device | torch.device],
         made: Mapping[str, torch.Tensor],
+        by_expert: ExpertOptions,
     ) -> None:
         """Have accelerate attach its hooks."""
         loose = loose_modules(self.model, route, self._is_fetched)
         weights = self._weights(made, set(loose))
+        if by_expert.offload and (stacked := self._stacked()):
+            limit = by_expert.limit(torch.device(route.main_device))
+            self.experts = ExpertOffload(weights, stacked, limit=limit)
         try:
             hand_over(
                 self.model,
@@ -335,11 +386,15 @@ class _Job:
                 loose=loose,
                 slots=self.slots,
                 options=self.options,
+                experts=self.experts,
             )
         except Exception as error:
             told = [f"accelerate cannot dispatch the model: {error}"]
             told += list(split_places(self.slots, route))[:3]
             raise ExecutionError("\n".join(told)) from error
+
+    def _stacked(self) -> frozenset[str]:
+        return stacked_experts(self.items, self.slots, self._is_fetched)
 
     def _weights(self, made: Mapping[str, torch.Tensor], loose: set[str]) -> WeightsMap:
         def served(name: str) -> bool:
@@ -355,18 +410,22 @@ class _Job:
             kept={i.name: made[i.name] for i in items if not made[i.name].is_meta},
             extra={name: self.slots[name].tensor.detach() for name in extra},
             computed={} if self.computed is None else self.computed.readers,
+            ahead_bytes=self.options.ahead_bytes,
         )
 
-    def verify(self, sample_bytes: int) -> Verification:
+    def verify(self) -> Verification:
         """Compare with the files, mapped anew; raise if anything differs."""
-        fresh = Reader(self.root, self.located)
+        fresh = PassingReader(self.root, self.located)
         result = verify(
             self.model,
             self.items,
             read=fresh.read,
             types=fresh.type_of,
             schemes=self.schemes,
-            sample_bytes=sample_bytes,
+            tensors=self.located,
+            sample_bytes=self.loading.sample_bytes,
+            options=self.loading,
+            release=fresh.release,
         )
         if not result.ok:
             told = "verification failed: " + "; ".join(result.problems[:10])

@@ -9,7 +9,7 @@ from typing import Literal
 from modelquirks.planner.dtypes import nbytes
 from modelquirks.planner.placement.memory import Device
 from modelquirks.quirks.family import show, template_of
-from modelquirks.quirks.recipe import Node, Opaque, children
+from modelquirks.quirks.recipe import Node, Opaque, nodes
 
 __all__ = ["ExecutionError", "LoadItem"]
 
@@ -54,11 +54,7 @@ class LoadItem:
 
     def nodes(self) -> Iterator[Node]:
         """Yield every node of the recipe, those above first."""
-        below = [self.node]
-        while below:
-            node = below.pop()
-            yield node
-            below += children(node)
+        return nodes(self.node)
 
     def __str__(self) -> str:
         """Return the name with family and rule, as messages give it."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +14,9 @@ from modelquirks.planner.checkpoint.manifest import Manifest
 from modelquirks.planner.checkpoint.open import open_manifest
 from modelquirks.planner.execution.execute import ExecutionReport, execute
 from modelquirks.planner.execution.loaditem import LoadItem
+from modelquirks.planner.execution.loadoptions import LoadOptions, Verify
 from modelquirks.planner.execution.materialize import forecast
+from modelquirks.planner.execution.progress import Progress
 from modelquirks.planner.execution.reader import Reader
 from modelquirks.planner.execution.slots import find_slots
 from modelquirks.planner.execution.target import Target
@@ -26,7 +30,7 @@ from modelquirks.quirks.registry import Registry
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["foresee", "items_of", "perform"]
+__all__ = ["computed", "foresee", "items_of", "perform", "same_model", "unchanged"]
 
 
 def perform(
@@ -35,27 +39,42 @@ def perform(
     *,
     offload_folder: str | Path | None = None,
     materialize: bool = False,
+    together: bool = False,
+    copy: bool = False,
+    load_memory: int | str | None = None,
+    verify: Verify = "samples",
+    progress: Progress | None = None,
     **options: Any,
 ) -> ExecutionReport:
     """Execute *plan* on *model*; PlanError before anything is touched if it must not be.
 
-    Nothing is written to *offload_folder* without *materialize*.
+    Nothing is written to *offload_folder* without *materialize*. *together*: with the other ranks
+    of torch.distributed, as is always done if the model is sharded. ValueError for options that
+    mean nothing.
     """
+    loading = LoadOptions.of(copy=copy, load_memory=load_memory, verify=verify, progress=progress)
+    if together or _is_sharded(model):
+        from modelquirks.planner.distributed.perform import perform_together
+
+        if offload_folder is not None or materialize:
+            options |= {"offload_folder": offload_folder, "materialize": materialize}
+        return perform_together(plan, model, loading=loading, **options)
     if materialize and offload_folder is None:
         raise ValueError("materialize=True writes weights: say where, with offload_folder")
+    options.setdefault("expert_offload", plan.options.expert_offload)
     if not plan.ok:
         raise PlanError(plan.refusal())
     if plan.model is None:
         raise PlanError("the plan was made without a model, so nothing says what to load")
-    manifest = _unchanged(plan)
+    manifest = unchanged(plan)
     skeleton = skeleton_of(model)
     items = list(items_of(plan, skeleton))
-    _same_model(plan, skeleton, items)
+    same_model(plan, skeleton, items)
     registry = plan.registry or Registry.load()
     target = None
     if materialize and offload_folder is not None:
         target = _target(offload_folder, plan, manifest, registry)
-    with _computed(plan, model, registry):
+    with computed(plan, model, registry):
         return execute(
             model,
             items,
@@ -68,14 +87,31 @@ def perform(
             offload_buffers=plan.options.offload_buffers,
             dispatch=plan.options.dispatch,
             target=target,
+            room=_room(plan),
+            loading=loading,
             **options,
         )
 
 
+def _room(plan: Plan) -> int | None:
+    """Return the bytes that the plan leaves unused on the main device, if it has a limit."""
+    main = plan.placement.main_device
+    memory = None if main is None else plan.placement.memory.get(main)
+    if memory is None or memory.capacity_bytes is None:
+        return None
+    kept = [r.n_bytes for r in plan.placement.reserves if r.device in ("*", str(main))]
+    return max(0, memory.capacity_bytes - memory.used_bytes - sum(kept))
+
+
+def _is_sharded(model: torch.nn.Module) -> bool:
+    """Tell whether *model* holds DTensors, without importing what nobody has used."""
+    module: Any = sys.modules.get("torch.distributed.tensor")
+    tensors = chain(model.parameters(), model.buffers())
+    return module is not None and any(isinstance(tensor, module.DTensor) for tensor in tensors)
+
+
 @contextmanager
-def _computed(
-    plan: Plan, model: torch.nn.Module, registry: Registry
-) -> Generator[None, None, None]:
+def computed(plan: Plan, model: torch.nn.Module, registry: Registry) -> Generator[None, None, None]:
     """Give *model* what no checkpoint holds and its library computes; take it back on failure."""
     slots = find_slots(model)
     absent = [n for e in plan.audit.model if e.kind in ("absent", "waived") for n in e.names]
@@ -97,7 +133,7 @@ def foresee(plan: Plan, skeleton: Skeleton, offload_folder: str | Path) -> Findi
 
     An error if there is no room for it. Copies that turn out to be equal make it less.
     """
-    manifest = _unchanged(plan)
+    manifest = unchanged(plan)
     target = _target(offload_folder, plan, manifest, plan.registry or Registry.load())
     items = list(items_of(plan, skeleton))
     keys = expand(plan.device_map, [name for item in items for name in item.names])
@@ -124,14 +160,24 @@ def _target(folder: str | Path, plan: Plan, manifest: Manifest, registry: Regist
     )
 
 
-def items_of(plan: Plan, skeleton: Skeleton) -> Iterator[LoadItem]:
-    """Yield what is to be loaded, tensor by tensor."""
+def items_of(plan: Plan, skeleton: Skeleton, *, partial: bool = False) -> Iterator[LoadItem]:
+    """Yield what is to be loaded, tensor by tensor.
+
+    *partial*: the model is a part of the one that was planned for, so what it has not is left out;
+    otherwise that is a PlanError.
+    """
     shared: dict[str, list[str]] = {}
     for alias, owner in plan.aliases.items():
         shared.setdefault(owner, []).append(alias)
     named = [(recipe, name, env) for recipe in plan.recipes for name, env in recipe.items()]
     keys = expand(plan.device_map, [name for _, name, _ in named])
-    for recipe, name, env in named:
+    for recipe, planned, env in named:
+        names = [planned, *shared.get(planned, ())]
+        if partial:
+            names = [name for name in names if name in skeleton.wanted]
+            if not names:
+                continue
+        name = names[0]
         tensor = skeleton.tensors.get(name)
         if tensor is None or tensor.kind == "computed":
             raise PlanError(
@@ -143,14 +189,15 @@ def items_of(plan: Plan, skeleton: Skeleton) -> Iterator[LoadItem]:
             env=env,
             dtype=recipe.type.dtype or tensor.dtype,
             shape=recipe.type.shape or tensor.shape,
-            device=plan.device_map[keys[name]] if name in keys else "cpu",
+            device=plan.device_map[keys[planned]] if planned in keys else "cpu",
             kind=tensor.kind,
-            aliases=tuple(shared.get(name, ())),
+            aliases=tuple(names[1:]),
             rule=recipe.rule,
         )
 
 
-def _unchanged(plan: Plan) -> Manifest:
+def unchanged(plan: Plan) -> Manifest:
+    """Open the checkpoint of *plan*; PlanError if it is not as it was."""
     manifest = open_manifest(plan.path)
     told = [f.message for f in changed(manifest.root, plan.shards, same_place=not plan.moved)]
     known = {shard.name for shard in plan.shards}
@@ -164,15 +211,21 @@ def _unchanged(plan: Plan) -> Manifest:
     return manifest
 
 
-def _same_model(plan: Plan, skeleton: Skeleton, items: list[LoadItem]) -> None:
-    """Refuse a model whose tensors are not those of the plan, naming the differences."""
+def same_model(
+    plan: Plan, skeleton: Skeleton, items: list[LoadItem], *, partial: bool = False
+) -> frozenset[str]:
+    """Refuse a model whose tensors are not those of the plan, naming the differences.
+
+    *partial*: it may lack some, which are returned.
+    """
     planned = {name for entry in plan.audit.model for name in entry.names}
-    lacking = [name for name in planned if name not in skeleton.wanted]
+    absent = frozenset(name for name in planned if name not in skeleton.wanted)
+    lacking = () if partial else sorted(absent)
     further = [name for name in skeleton.wanted if name not in planned]
     shapes = [i.name for i in items if skeleton.tensors[i.name].shape != i.shape]
     arriving = {name for item in items for name in item.names}
     waived = {n for e in plan.audit.model if e.kind in ("absent", "waived") for n in e.names}
-    lost = planned - arriving - waived
+    lost = planned - arriving - waived - absent
     faults = [
         f"{text}: {shown(names)}"
         for text, names in (
@@ -185,3 +238,4 @@ def _same_model(plan: Plan, skeleton: Skeleton, items: list[LoadItem]) -> None:
     ]
     if faults:
         raise PlanError("the model is not the one the plan was made for: " + "; ".join(faults))
+    return absent

@@ -1,28 +1,44 @@
-"""``verify``: is the model what the plan says, value by value where sampled?"""
+"""``verify``: is the model what the plan says, value by value where sampled, or everywhere?"""
 
 from __future__ import annotations
 
+import threading
 import zlib
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from modelquirks.planner.checkpoint.manifest import StoredTensor
 from modelquirks.planner.dtypes import nbytes, to_torch
 from modelquirks.planner.execution.copies import bits_equal
-from modelquirks.planner.execution.evaluate import Read, Types, evaluate, torch_shape, whole
+from modelquirks.planner.execution.evaluate import (
+    Read,
+    Types,
+    elements,
+    evaluate,
+    torch_shape,
+    whole,
+)
+from modelquirks.planner.execution.loading import Piece, pieces
 from modelquirks.planner.execution.loaditem import LoadItem
+from modelquirks.planner.execution.loadoptions import LoadOptions
+from modelquirks.planner.execution.pages import fresh
+from modelquirks.planner.execution.pool import available_cpus, run
 from modelquirks.planner.execution.reader import Region
 from modelquirks.planner.execution.slots import Slot, find_slots
-from modelquirks.planner.execution.weights import WeightsMap
+from modelquirks.planner.execution.weights import WeightsMap, is_view
 from modelquirks.planner.finding import shown
 from modelquirks.planner.names import parent
 from modelquirks.quirks.family import template_of
 from modelquirks.quirks.recipe import Scheme
 
 __all__ = ["Verification", "verify"]
+
+VERIFICATION = "verification"
+"""What progress calls the bytes that are compared."""
 
 _ALL_SAMPLES = 1 << 30
 """Bytes sampled of a whole model at most."""
@@ -67,6 +83,9 @@ def verify(
     types: Types,
     schemes: Mapping[str, Scheme],
     sample_bytes: int = 65536,
+    options: LoadOptions | None = None,
+    tensors: Mapping[str, StoredTensor] | None = None,
+    release: Callable[[], None] | None = None,
 ) -> Verification:
     """Compare a loaded model with the items it was loaded from.
 
@@ -76,12 +95,22 @@ def verify(
     of its own: one that shares its mapping with the model would see what was written to it.
     Offloaded weights are fetched through their hooks; of those that must be computed, one of
     each family.
+
+    With ``verify="full"`` in *options* every byte of every tensor is compared, also of all that
+    are offloaded, by several threads in pieces; that needs *tensors*, the stored ones. *release*
+    is called when a thread is done with what it has read.
     """
     items = list(items)
     budget = max(64, min(sample_bytes, _ALL_SAMPLES // max(1, len(items))))
-    check = _Check(find_slots(model), _hooks(model), read, types, schemes, budget)
+    source = _Files(read, types, schemes, release or (lambda: None))
+    everything = None
+    if options is not None and options.verify == "full":
+        everything = _Everything(options, tensors or {})
+        options.progress.begin({VERIFICATION: sum(item.nbytes for item in items)})
+    check = _Check(find_slots(model), _hooks(model), source, budget, everything)
     for item in items:
         check.item(item)
+    check.finish()
     check.others({name for item in items for name in item.names})
     return Verification(
         n_tensors=sum(len(item.names) for item in items),
@@ -90,6 +119,51 @@ def verify(
         sampled_bytes=check.sampled_bytes,
         problems=tuple(check.problems),
     )
+
+
+class _Files(NamedTuple):
+    """What a model is compared with."""
+
+    read: Read
+    types: Types
+    schemes: Mapping[str, Scheme]
+    release: Callable[[], None]
+
+    def expected(
+        self, item: LoadItem, region: Region, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        return evaluate(
+            item.node,
+            item.env,
+            read=self.read,
+            types=self.types,
+            schemes=self.schemes,
+            region=region,
+            dtype=to_torch(item.dtype),
+            out=out,
+        )
+
+
+class _Everything(NamedTuple):
+    """How every byte is compared."""
+
+    options: LoadOptions
+    tensors: Mapping[str, StoredTensor]
+
+    @property
+    def n_threads(self) -> int:
+        return self.options.n_threads(available_cpus())
+
+    def pieces(self, item: LoadItem) -> Iterator[Piece]:
+        return pieces(item, self.tensors, memory=self.options.memory_bytes // self.n_threads)
+
+
+class _Look(NamedTuple):
+    """A piece of a tensor that is to be compared."""
+
+    piece: Piece
+    name: str
+    tensor: torch.Tensor
 
 
 class _Fetch(NamedTuple):
@@ -106,18 +180,19 @@ class _Check:
         self,
         slots: Mapping[str, Slot],
         hooks: Mapping[str, Any],
-        read: Read,
-        types: Types,
-        schemes: Mapping[str, Scheme],
+        files: _Files,
         budget: int,
+        everything: _Everything | None,
     ) -> None:
         self.problems: list[str] = []
         self.n_offloaded = 0
         self.sampled_bytes = 0
         self._slots, self._hooks = slots, hooks
-        self._read, self._types, self._schemes = read, types, schemes
-        self._budget = budget
+        self._files, self._budget, self._everything = files, budget, everything
+        self._looks: list[_Look] = []
         self._seen: set[str] = set()
+        self._counting = threading.Lock()
+        self._buffers = threading.local()
 
     def item(self, item: LoadItem) -> None:
         """Look at one item under all its names."""
@@ -136,7 +211,8 @@ class _Check:
                 self.problems.append(f"{item}: {name!r} is still on the meta device")
             else:
                 origins.add(slot.tensor.data_ptr())
-                self._values(item, name, slot.tensor)
+                if name == item.name or slot.tensor is not self._slots[item.name].tensor:
+                    self._values(item, name, slot.tensor)
             if slot.tensor.dtype != to_torch(item.dtype):
                 self.problems.append(f"{item}: {name!r} is {slot.tensor.dtype}, not {item.dtype}")
         if len(origins) > 1:
@@ -175,7 +251,7 @@ class _Check:
     def _offloaded(self, item: LoadItem, name: str, fetch: _Fetch) -> None:
         weights = fetch.weights
         is_cheap = isinstance(weights, WeightsMap) and weights.is_cheap(fetch.key)
-        if not is_cheap or item.is_opaque:
+        if self._everything is None and (not is_cheap or item.is_opaque):
             family = template_of(item.name)
             if family in self._seen:
                 return
@@ -186,6 +262,7 @@ class _Check:
             self.problems.append(f"{item}: {name!r} cannot be fetched: {error}")
             return
         self._values(item, name, tensor)
+        self._compare_all()  # before the next one is made
 
     def _values(self, item: LoadItem, name: str, tensor: torch.Tensor) -> None:
         if tuple(tensor.shape) != torch_shape(item.dtype, item.shape):
@@ -193,24 +270,70 @@ class _Check:
                 f"{item}: {name!r} has shape {list(tensor.shape)}, not {list(item.shape)}"
             )
             return
+        if self._everything is not None:
+            self._looks += [_Look(p, name, tensor.detach()) for p in self._everything.pieces(item)]
+            return
         for region in _samples(item, self._budget):
-            dtype = to_torch(item.dtype)
-            expected = evaluate(
-                item.node,
-                item.env,
-                read=self._read,
-                types=self._types,
-                schemes=self._schemes,
-                region=region,
-                dtype=dtype,
-            )
-            found = tensor.detach()
-            for dim, (start, stop) in enumerate(_elements(item.dtype, region)):
-                found = found.narrow(dim, start, stop - start)
-            self.sampled_bytes += expected.numel() * dtype.itemsize
-            if not bits_equal(found.cpu(), expected):
-                self.problems.append(f"{item}: {name!r} differs from the checkpoint at {region}")
+            if self._differs(item, name, tensor.detach(), region):
                 return
+
+    def finish(self) -> None:
+        """Compare what is left to compare."""
+        self._compare_all()
+
+    def _compare_all(self) -> None:
+        """Compare all pieces that are noted down, and forget them."""
+        if self._everything is None or not self._looks:
+            return
+        options = self._everything.options
+        found: set[str] = set()
+
+        def look(look: _Look) -> None:
+            item, region, _ = look.piece
+            out = None if is_view(item, self._files.types) else self._scratch(look.piece)
+            if look.name not in found and self._differs(item, look.name, look.tensor, region, out):
+                found.add(look.name)
+            options.progress.add(VERIFICATION, look.piece.nbytes)
+
+        looks, self._looks = self._looks, []
+        run(
+            looks,
+            look,
+            n_threads=self._everything.n_threads,
+            cost=lambda look: look.piece.cost + look.piece.nbytes,
+            limit=options.memory_bytes,
+        )
+
+    def _scratch(self, piece: Piece) -> torch.Tensor:
+        """Return memory for a piece that this thread has used before: fresh memory is slow."""
+        held: torch.Tensor | None = getattr(self._buffers, "bytes", None)
+        if held is None or held.nbytes < piece.nbytes:
+            held = self._buffers.bytes = fresh((piece.nbytes,), torch.uint8)
+        shape = [b - a for a, b in elements(piece.item.dtype, piece.region)]
+        return held[: piece.nbytes].view(to_torch(piece.item.dtype)).view(shape)
+
+    def _differs(
+        self,
+        item: LoadItem,
+        name: str,
+        tensor: torch.Tensor,
+        region: Region,
+        out: torch.Tensor | None = None,
+    ) -> bool:
+        """Compare a region with the files, made in *out* if given; note a difference."""
+        try:
+            expected = self._files.expected(item, region, out)
+            found = tensor
+            for dim, (start, stop) in enumerate(elements(item.dtype, region)):
+                found = found.narrow(dim, start, stop - start)
+            differs = not bits_equal(found.cpu(), expected)
+        finally:
+            self._files.release()
+        with self._counting:
+            self.sampled_bytes += expected.numel() * expected.element_size()
+            if differs:
+                self.problems.append(f"{item}: {name!r} differs from the checkpoint at {region}")
+        return differs
 
 
 def _hooks(model: nn.Module) -> Mapping[str, Any]:
@@ -247,10 +370,3 @@ def _box(item: LoadItem, values: int, seed: int | None) -> Region:
         region.append((start, start + n))
         step = 1
     return tuple(reversed(region))
-
-
-def _elements(dtype: str, region: Region) -> Region:
-    if dtype != "F4":
-        return region
-    *outer, (start, stop) = region
-    return (*outer, (start // 2, stop // 2))
