@@ -6,15 +6,15 @@ forward pass asks for them.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
-from zoo_forward import answers, same
+from zoo_forward import Forward, answers, near, same
 from zoo_models import Held, Truth, identity, slots
 
-__all__ = ["Difference", "differences", "forward_difference"]
+__all__ = ["Difference", "differences", "experts_implementation", "forward_difference"]
 
 
 class Difference(NamedTuple):
@@ -162,20 +162,40 @@ def _origin(weights: Any, key: str, tensor: torch.Tensor) -> object:
     return identity(tensor)
 
 
-def forward_difference(model: nn.Module, truth: Truth) -> Difference | None:
-    """Run *model* on the inputs of *truth*; return how its answer differs, None if it does not."""
+def experts_implementation(model: nn.Module) -> Any:
+    """Return what computes the experts of a transformers model; None where there is no choice."""
+    get = getattr(model, "get_experts_implementation", None)
+    return get() if callable(get) else None
+
+
+def forward_difference(model: nn.Module, truth: Truth, usual: Any = None) -> Difference | None:
+    """Run *model* on the inputs of *truth*; return how its answer differs, None if it does not.
+
+    *usual* is what computed the experts for *truth*. If something else does now, which sums in
+    another order, its answer must be near, and that of the usual one the same.
+    """
     if truth.forward is None:
         return None
+    if usual is not None and experts_implementation(model) != usual:
+        if (found := _answered(model, truth.forward, near)) is not None:
+            return found
+        cast(Any, model).set_experts_implementation(usual)
+    return _answered(model, truth.forward, same)
+
+
+def _answered(
+    model: nn.Module, truth: Forward, alike: Callable[[torch.Tensor, torch.Tensor], bool]
+) -> Difference | None:
     try:
-        got = answers(model, truth.forward.inputs)
+        got = answers(model, truth.inputs)
     except Exception as error:
         # An error of our own says which weight cannot be used so: no answer is given at all.
         kind = "refuses" if type(error).__module__.startswith("modelquirks.") else "raises"
         return Difference(kind, "forward", f"{type(error).__name__}: {error}"[:300])
-    expected = truth.forward.outputs
-    if len(got) != len(expected):
-        return Difference("forward", "forward", f"gives {len(got)} tensors, not {len(expected)}")
-    for at, (one, other) in enumerate(zip(got, expected, strict=True)):
-        if not same(one, other):
+    if len(got) != len(truth.outputs):
+        text = f"gives {len(got)} tensors, not {len(truth.outputs)}"
+        return Difference("forward", "forward", text)
+    for at, (one, other) in enumerate(zip(got, truth.outputs, strict=True)):
+        if not alike(one, other):
             return Difference("forward", "forward", f"output {at} differs")
     return None

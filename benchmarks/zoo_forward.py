@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-__all__ = ["Forward", "answers", "forward_of"]
+__all__ = ["Forward", "answers", "forward_of", "near", "same"]
 
 
 class Forward(NamedTuple):
@@ -47,6 +47,14 @@ def same(one: torch.Tensor, other: torch.Tensor) -> bool:
     if one.dtype != other.dtype or one.shape != other.shape:
         return False
     return torch.equal(_bits(one), _bits(other))
+
+
+def near(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Tell whether two tensors differ by no more than the order of sums explains."""
+    if not other.is_floating_point() or one.dtype != other.dtype or one.shape != other.shape:
+        return same(one, other)
+    scale = float(other.abs().max()) if other.numel() else 0.0
+    return torch.allclose(one, other, rtol=1e-4, atol=1e-5 * scale)
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:

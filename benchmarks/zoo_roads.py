@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 from zoo_classes import class_named
-from zoo_compare import Difference, differences, forward_difference
+from zoo_compare import Difference, differences, experts_implementation, forward_difference
 from zoo_models import Truth, identity, seed_of, slots
 
 __all__ = ["OURS", "ROADS", "Case", "Result", "travel"]
@@ -113,8 +113,16 @@ def _line(text: str) -> str:
     return " ".join(lines[:3])[:300] if lines else text
 
 
-def _judged(model: nn.Module, case: Case, silent: Callable[[list[Difference]], str]) -> Result:
-    """Return the verdict on a loaded *model*; *silent* names it if values are wrong."""
+def _judged(
+    model: nn.Module,
+    case: Case,
+    silent: Callable[[list[Difference]], str],
+    usual: Any = None,
+) -> Result:
+    """Return the verdict on a loaded *model*; *silent* names it if values are wrong.
+
+    *usual* is what computed the experts before it was loaded.
+    """
     found = differences(model, case.truth, unsure=case.unsure, free=case.free)
     details = tuple(str(each) for each in found[:20])
     if found:
@@ -124,7 +132,7 @@ def _judged(model: nn.Module, case: Case, silent: Callable[[list[Difference]], s
         return Result(verdict, f"{first} ({len(found)} in all)", details=details)
     if not case.judge_forward or case.free:
         return Result("right")
-    answer = forward_difference(model, case.truth)
+    answer = forward_difference(model, case.truth, usual)
     if answer is None:
         return Result("right", more={"forward": case.truth.forward is not None})
     if answer.kind == "refuses":
@@ -191,6 +199,7 @@ def _ours(
     )  # fmt: skip
     if not plan.ok:
         raise Refused(plan.refusal())
+    usual = experts_implementation(model)
     try:
         loaded = plan.execute(model)
     except Exception as error:
@@ -198,7 +207,7 @@ def _ours(
             raise Refused(f"at execution: {error}") from error
         raise
     del said
-    result = _judged(loaded.eval(), case, lambda _: "silent")
+    result = _judged(loaded.eval(), case, lambda _: "silent", usual)
     devices = {str(device) for device in plan.device_map.values()}
     return Result(
         result.verdict, result.reason, details=result.details,
