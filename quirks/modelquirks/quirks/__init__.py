@@ -48,6 +48,7 @@ if TYPE_CHECKING:
         View,
         children,
         mapped,
+        nodes,
         sources,
     )
     from modelquirks.quirks.recipe_json import from_json, to_json
@@ -136,6 +137,7 @@ __all__ = [
     "indices_of",
     "infer",
     "mapped",
+    "nodes",
     "rename",
     "settings_of",
     "show",

@@ -8,6 +8,8 @@ that needs no change is returned as it was read, without a copy.
 from __future__ import annotations
 
 import math
+import os
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -55,6 +57,15 @@ __all__ = [
     "torch_shape",
     "whole",
 ]
+
+_others_code = threading.RLock()
+"""Held while code of others makes a tensor as a whole: nobody says that threads may run it."""
+if hasattr(os, "register_at_fork"):  # a child must not inherit a lock that nobody will release
+    os.register_at_fork(
+        before=_others_code.acquire,
+        after_in_parent=_others_code.release,
+        after_in_child=_others_code.release,
+    )
 
 Read = Callable[[str, Region | None], torch.Tensor]
 Types = Callable[[str], TensorType]
@@ -357,7 +368,9 @@ class _Maker:
             dtype, shape = self.type_of(of, env)
             parts[str(number)] = self.make(of, env, whole(shape), to_torch(dtype), dtype)
         scheme, settings = self.schemes[node.scheme], settings_of(node)
-        _copy(out, scheme.evaluate(parts, region, out.dtype, settings))
+        with _others_code:
+            made = scheme.evaluate(parts, region, out.dtype, settings)
+        _copy(out, made)
 
     def _concat(
         self,

@@ -230,7 +230,8 @@ class WeightsMap(Mapping[str, torch.Tensor]):
             return None
         sources = [entry.source] if entry.source is not None else needs(entry.item)
         spans = tuple(entry.reader.span(source) for source in sources)
-        is_made = self._viewed(entry) is None
+        # What code of others makes is not made in the background: it may change global state.
+        is_made = self._viewed(entry) is None and not entry.item.is_opaque
         return Need(entry.item.name, entry.item.nbytes, is_made, spans)
 
     def _viewed(self, entry: _Entry) -> Viewed | None:

@@ -1,24 +1,27 @@
 """Filling: which device for each item, by simple rules. Pure, and in bytes only.
 
-Two rules: :func:`spread` (evenly, in module order, no offloading) and :func:`greedy` (in module
-order, with or without going back to an earlier device). Where neither finds a placement,
-:mod:`~modelquirks.planner.placement.counts` tries every way.
+Three rules, from the plainest to the last resort: :func:`spread` (evenly, in module order, no
+offloading), :func:`greedy` (in module order, with or without going back to an earlier device) and
+:func:`search` (every way, within a limit of steps).
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
 from modelquirks.planner.placement.items import Cut, Item
 from modelquirks.planner.placement.memory import Device
 
-__all__ = ["UNLIMITED", "Assignment", "Problem", "greedy", "spread", "unplaced"]
+__all__ = ["UNLIMITED", "Assignment", "Problem", "greedy", "search", "spread", "unplaced"]
 
 UNLIMITED = 1 << 62
 """Room of a device without limit, in bytes."""
+
+_STEPS = 5_000
+"""Steps of :func:`search`: enough to be exact for half a dozen items, and under a second."""
 
 Assignment = tuple[Device, ...]
 """The device of each item of a problem."""
@@ -77,13 +80,13 @@ class _Free:
         hold = self._hold if device == main and not item.fixed else 0
         return item.n_bytes + item.padding(device) <= self.left[device] - hold
 
-    def put(self, item: Item, device: Device) -> None:
-        """Count *item* on *device*."""
+    def put(self, item: Item, device: Device, sign: int = 1) -> None:
+        """Count *item* on *device*; with *sign* -1, take it away again."""
         if device in self._problem.offloaded:
-            self.left[device] -= item.moved_bytes
-            self.left[self._problem.main] -= item.kept_bytes
+            self.left[device] -= sign * item.moved_bytes
+            self.left[self._problem.main] -= sign * item.kept_bytes
         else:
-            self.left[device] -= item.n_bytes + item.padding(device)
+            self.left[device] -= sign * (item.n_bytes + item.padding(device))
 
 
 def greedy(problem: Problem, *, back: bool, hold: int = 0) -> Assignment | None:
@@ -205,3 +208,54 @@ def _starts(sums: list[int], rooms: Sequence[int]) -> list[int]:
         last = min(last, bisect_left(sums, sums[last] - max(room, 0)))
         starts.append(last)
     return starts[::-1]
+
+
+def search(problem: Problem) -> Assignment | None:
+    """Try every way, largest items first; None if there is none, or none within the steps.
+
+    Policies ask this many times to say what would make a model fit, so it is bounded by steps;
+    :mod:`~modelquirks.planner.placement.counts`, which proves optimality, takes a hundred times as
+    long where there is no way.
+    """
+    items = problem.items
+    if len(items) > _STEPS or not problem.fits_in_sum:
+        return None
+    order = sorted(range(len(items)), key=lambda n: (not items[n].fixed, -items[n].n_bytes))
+    free = _Free(problem)
+    seen: set[tuple[int, ...]] = set()
+    chosen: list[Device] = []
+    ways = [_ways(problem, free, items[order[0]])] if order else []
+    while ways and len(seen) < _STEPS:
+        device = next(ways[-1], None)
+        if device is None:
+            ways.pop()
+            if chosen:
+                free.put(items[order[len(chosen) - 1]], chosen.pop(), -1)
+            continue
+        free.put(items[order[len(chosen)]], device)
+        chosen.append(device)
+        if len(chosen) == len(items) and _runs_on_main(problem, chosen):
+            found = dict(zip(order, chosen, strict=True))
+            return tuple(found[number] for number in range(len(items)))
+        state = (len(chosen), chosen.count(problem.main) > 0, *free.left.values())
+        if len(chosen) == len(items) or state in seen:
+            free.put(items[order[len(chosen) - 1]], chosen.pop(), -1)
+            continue
+        seen.add(state)
+        ways.append(_ways(problem, free, items[order[len(chosen)]]))
+    return None
+
+
+def _ways(problem: Problem, free: _Free, item: Item) -> Iterator[Device]:
+    """Yield the homes that take *item*; of homes that are alike the first."""
+    tried: set[tuple[bool, bool, int]] = set()
+    for home in problem.homes_of(item):
+        alike = (home in problem.offloaded, home == problem.main, free.left[home])
+        if alike not in tried and free.takes(item, home):
+            tried.add(alike)
+            yield home
+
+
+def _runs_on_main(problem: Problem, devices: Sequence[Device]) -> bool:
+    """Whether accelerate would take ``main`` for the main device: something has to be there."""
+    return problem.main == "cpu" or problem.main in devices

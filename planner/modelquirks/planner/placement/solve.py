@@ -20,6 +20,7 @@ from modelquirks.planner.placement.fill import (
     Assignment,
     Problem,
     greedy,
+    search,
     spread,
     unplaced,
 )
@@ -128,7 +129,7 @@ def _by_rule(
     for cut in cuts:
         for main in mains:
             problem = _problem(cut, setting, main, offload=False)
-            if (devices := _resident(problem, policy, setting.costs)) is not None:
+            if (devices := _resident(problem, policy)) is not None:
                 return Solution(problem, *priced(problem, devices, setting.costs))
     for some in (cuts.coarse, [cuts.finest]):
         for main in mains:
@@ -136,7 +137,7 @@ def _by_rule(
             found = [
                 Solution(problem, *priced(problem, devices, setting.costs))
                 for given in problems
-                for problem, devices in _offloading(given, setting.costs)
+                for problem, devices in _offloading(given)
             ]
             if found:
                 return _preferred(found)
@@ -223,7 +224,7 @@ def _problem(
     return Problem(cut, rooms, homes, main, frozenset(far) if offload else frozenset())
 
 
-def _resident(problem: Problem, policy: Policy, costs: Costs) -> Assignment | None:
+def _resident(problem: Problem, policy: Policy) -> Assignment | None:
     if not problem.homes or not problem.fits_in_sum:
         return None
     spare_first = policy == "balanced_low_0"
@@ -231,18 +232,10 @@ def _resident(problem: Problem, policy: Policy, costs: Costs) -> Assignment | No
     if found is None and spare_first:
         last = replace(problem, homes=(*problem.homes[1:], *problem.homes[:1]))
         found = greedy(last, back=True)
-    return (
-        found or greedy(problem, back=False) or greedy(problem, back=True) or _any(problem, costs)
-    )
+    return found or greedy(problem, back=False) or greedy(problem, back=True) or search(problem)
 
 
-def _any(problem: Problem, costs: Costs) -> Assignment | None:
-    """Return a placement where no rule finds one, by the search that ``auto`` uses."""
-    found = cheaper(problem, costs, inf) if problem.fits_in_sum else None
-    return None if found is None else found.devices
-
-
-def _offloading(problem: Problem, costs: Costs) -> Iterator[tuple[Problem, Assignment]]:
+def _offloading(problem: Problem) -> Iterator[tuple[Problem, Assignment]]:
     """Yield placements in the order in which to prefer them; all run on the main device."""
     if not problem.offloaded:
         return
@@ -254,7 +247,7 @@ def _offloading(problem: Problem, costs: Costs) -> Iterator[tuple[Problem, Assig
     if any_found:
         return
     for reserved in _with_reserves(problem):
-        if (found := _any(reserved, costs)) is not None:
+        if (found := search(reserved)) is not None:
             yield reserved, found
             return
 

@@ -97,12 +97,13 @@ class Converter(Scheme):
 @lru_cache(maxsize=2)
 def _model(name: str, config: str) -> Any:
     """Return the model of that class and config without weights."""
-    from modelquirks.planner.model.build import empty_weights
+    import torch
 
     transformers: Any = import_module("transformers")
     model_class: Any = getattr(transformers, name, None)
     is_class = isinstance(model_class, type)
     if not is_class or not issubclass(model_class, transformers.PreTrainedModel):
         raise RecipeError(f"transformers has no model {name!r}, which this recipe needs")
-    with empty_weights():
+    # Not empty_weights: it changes nn.Module for every thread.
+    with torch.device("meta"):
         return model_class._from_config(model_class.config_class.from_dict(json.loads(config)))
