@@ -24,8 +24,8 @@ from torch import nn
 from modelquirks.planner import Dispatcher, Plan
 from modelquirks.planner.checkpoint.manifest import StoredTensor
 from modelquirks.planner.cli.command import main
+from modelquirks.planner.execution import loaditem, wholefile
 from modelquirks.planner.execution import materialize as materializing
-from modelquirks.planner.execution import weights, wholefile
 from modelquirks.planner.execution.execute import ExecutionError, ExecutionReport, execute
 from modelquirks.planner.execution.loaditem import LoadItem
 from modelquirks.planner.execution.rowmajor import row_major
@@ -201,7 +201,7 @@ def test_computed_experts_are_written_once_and_logits_are_equal_bit_by_bit(
     def refused(*_: Any, **__: Any) -> torch.Tensor:
         raise AssertionError("a weight was computed again")
 
-    monkeypatch.setattr(weights, "evaluate", refused)
+    monkeypatch.setattr(loaditem, "evaluate", refused)
     assert torch.equal(second(words).logits, expected)
     assert tree(folder) == {k.removeprefix(f"{kind}/"): v for k, v in before.items() if k != kind}
 

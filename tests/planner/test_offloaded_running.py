@@ -430,7 +430,7 @@ def watched_makers(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         makers.append(threading.current_thread().name)
         return evaluate(*args, **kwargs)
 
-    monkeypatch.setattr("modelquirks.planner.execution.weights.evaluate", told)
+    monkeypatch.setattr("modelquirks.planner.execution.loaditem.evaluate", told)
     return makers
 
 
@@ -550,7 +550,7 @@ def test_what_cannot_be_made_ahead_is_told_by_the_pass_that_needs_it(
         return evaluate(*args, **kwargs)
 
     broken = False
-    monkeypatch.setattr("modelquirks.planner.execution.weights.evaluate", fails)
+    monkeypatch.setattr("modelquirks.planner.execution.loaditem.evaluate", fails)
     for _ in range(2):
         assert torch.equal(model(ROWS), expected(ROWS))
     broken = True

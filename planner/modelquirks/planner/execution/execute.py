@@ -19,7 +19,7 @@ from modelquirks.planner.dtypes import to_torch
 from modelquirks.planner.execution.ahead import AHEAD_BYTES
 from modelquirks.planner.execution.copies import equal, settle
 from modelquirks.planner.execution.dispatching import DispatchOptions, hand_over, loose_modules
-from modelquirks.planner.execution.evaluate import EvaluationError, evaluate, torch_shape
+from modelquirks.planner.execution.evaluate import EvaluationError, torch_shape
 from modelquirks.planner.execution.executionreport import Clock, ExecutionReport, peak_memory
 from modelquirks.planner.execution.expert_forward import index_experts
 from modelquirks.planner.execution.experts import ExpertOffload, ExpertOptions
@@ -270,14 +270,11 @@ class _Job:
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         try:
-            return evaluate(
-                item.node,
-                item.env,
+            return item.make(
                 read=reader.read,
                 types=reader.type_of,
                 schemes=self.schemes,
                 region=region,
-                dtype=to_torch(item.dtype),
                 out=out,
             )
         except EvaluationError as error:

@@ -6,10 +6,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from modelquirks.planner.dtypes import nbytes
+import torch
+
+from modelquirks.planner.dtypes import nbytes, to_torch
+from modelquirks.planner.execution.evaluate import Read, Types, evaluate
+from modelquirks.planner.execution.reader import Region
 from modelquirks.planner.placement.memory import Device
 from modelquirks.quirks.family import show, template_of
-from modelquirks.quirks.recipe import Node, Opaque, nodes
+from modelquirks.quirks.recipe import Node, Opaque, Scheme, nodes
 
 __all__ = ["ExecutionError", "LoadItem"]
 
@@ -55,6 +59,30 @@ class LoadItem:
     def nodes(self) -> Iterator[Node]:
         """Yield every node of the recipe, those above first."""
         return nodes(self.node)
+
+    def make(
+        self,
+        *,
+        read: Read,
+        types: Types,
+        schemes: Mapping[str, Scheme],
+        region: Region | None = None,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return the tensor, or a region of it, on the CPU as it will be in memory.
+
+        As :func:`~modelquirks.planner.execution.evaluate.evaluate`, errors too.
+        """
+        return evaluate(
+            self.node,
+            self.env,
+            read=read,
+            types=types,
+            schemes=schemes,
+            region=region,
+            dtype=to_torch(self.dtype),
+            out=out,
+        )
 
     def __str__(self) -> str:
         """Return the name with family and rule, as messages give it."""

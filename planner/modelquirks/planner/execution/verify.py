@@ -18,7 +18,6 @@ from modelquirks.planner.execution.evaluate import (
     Read,
     Types,
     elements,
-    evaluate,
     torch_shape,
     whole,
 )
@@ -132,15 +131,8 @@ class _Files(NamedTuple):
     def expected(
         self, item: LoadItem, region: Region, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        return evaluate(
-            item.node,
-            item.env,
-            read=self.read,
-            types=self.types,
-            schemes=self.schemes,
-            region=region,
-            dtype=to_torch(item.dtype),
-            out=out,
+        return item.make(
+            read=self.read, types=self.types, schemes=self.schemes, region=region, out=out
         )
 
 

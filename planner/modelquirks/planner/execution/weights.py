@@ -8,9 +8,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from modelquirks.planner.dtypes import to_torch
 from modelquirks.planner.execution.ahead import AHEAD_BYTES, Ahead
-from modelquirks.planner.execution.evaluate import Types, evaluate, whole
+from modelquirks.planner.execution.evaluate import Types, whole
 from modelquirks.planner.execution.loaditem import LoadItem
 from modelquirks.planner.execution.order import Need
 from modelquirks.planner.execution.preflight import needs
@@ -22,7 +21,6 @@ __all__ = ["Row", "Steady", "Viewed", "WeightsMap", "is_view"]
 
 class _Entry(NamedTuple):
     item: LoadItem
-    dtype: torch.dtype
     reader: Reader
     source: str | None
     """The tensor of *reader* that it is, if it is one without any change."""
@@ -98,8 +96,7 @@ class WeightsMap(Mapping[str, torch.Tensor]):
         for item in items:
             written = (computed or {}).get(item.name)
             source = _unchanged(item, reader) if written is None else item.name
-            home, dtype = written or reader, to_torch(item.dtype)
-            entry = _Entry(item, dtype, home, source, kept.get(item.name))
+            entry = _Entry(item, written or reader, source, kept.get(item.name))
             self._entries.update(dict.fromkeys(item.names, entry))
 
     def __getitem__(self, name: str) -> torch.Tensor:
@@ -119,14 +116,8 @@ class WeightsMap(Mapping[str, torch.Tensor]):
     def _make(self, entry: _Entry) -> torch.Tensor:
         if entry.source is not None:
             return entry.reader.read(entry.source)
-        return evaluate(
-            entry.item.node,
-            entry.item.env,
-            read=self._reader.read,
-            types=self._reader.type_of,
-            schemes=self._schemes,
-            dtype=entry.dtype,
-        )
+        reader = self._reader
+        return entry.item.make(read=reader.read, types=reader.type_of, schemes=self._schemes)
 
     def __contains__(self, name: object) -> bool:
         """Tell whether the weight is there, without making it."""
@@ -175,15 +166,8 @@ class WeightsMap(Mapping[str, torch.Tensor]):
         if entry.source is not None:
             made = read(entry.source, region)
         else:
-            made = evaluate(
-                entry.item.node,
-                entry.item.env,
-                read=read,
-                types=self._reader.type_of,
-                schemes=self._schemes,
-                region=region,
-                dtype=entry.dtype,
-            )
+            types = self._reader.type_of
+            made = entry.item.make(read=read, types=types, schemes=self._schemes, region=region)
         is_new = made.untyped_storage().data_ptr() not in read.storages
         return Row(made[0], is_new, read.n_bytes)
 
