@@ -7,6 +7,7 @@ the same tensors is right, except where it is silently wrong.
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -372,6 +373,33 @@ def test_what_cannot_be_traced_is_left_to_transformers(
     plan.save(tmp_path / "plan.json")
     Plan.load(tmp_path / "plan.json").execute(model)
     assert_same(model, by_transformers("LlamaForCausalLM", settings, tensors))
+
+
+def test_building_a_model_to_convert_with_changes_nothing_for_other_threads(
+    tmp_path: Path,
+    rules_of_llama: Callable[[list[Any]], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Loading threads make other weights meanwhile."""
+    settings = config("LlamaConfig", dtype="bfloat16", vocab_size=50)
+    tensors = stored(model_of("LlamaForCausalLM", settings).bfloat16(), tmp_path)
+    rules_of_llama([WeightConverter("mlp.up_proj.weight", "mlp.up_proj.weight", [Reversed()])])
+    plan, model = planned(tensors, settings, tmp_path / "ours")
+    seen: list[tuple[torch.dtype, bool]] = []
+    usual = transformers.LlamaModel.__init__
+
+    def look() -> None:
+        seen.append((torch.get_default_dtype(), nn.Linear(1, 1).weight.is_meta))
+
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        other = threading.Thread(target=look)
+        other.start()
+        other.join()
+        usual(self, *args, **kwargs)
+
+    monkeypatch.setattr(transformers.LlamaModel, "__init__", init)
+    plan.execute(model)
+    assert {*seen} == {(torch.float32, False)}
 
 
 def test_a_digit_that_a_rule_means_literally_renames_that_index_alone(

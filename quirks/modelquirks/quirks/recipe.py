@@ -323,7 +323,11 @@ class Scheme(Protocol):
     def evaluate(
         self, parts: Mapping[str, Any], region: Region, dtype: Any, settings: Settings
     ) -> Any:
-        """Return the tensor of *region* from those regions of the parts, in torch *dtype*."""
+        """Return the tensor of *region* from those regions of the parts, in torch *dtype*.
+
+        Called from several threads at once, but for an :class:`Opaque`: keep no state that one
+        call changes, and change none of torch's.
+        """
         ...
 
 

@@ -104,6 +104,8 @@ def _model(name: str, config: str) -> Any:
     is_class = isinstance(model_class, type)
     if not is_class or not issubclass(model_class, transformers.PreTrainedModel):
         raise RecipeError(f"transformers has no model {name!r}, which this recipe needs")
-    # Not empty_weights: it changes nn.Module for every thread.
+    settings = model_class.config_class.from_dict(json.loads(config))
+    # Loading threads come here. So neither empty_weights, which changes nn.Module for all of them,
+    # nor the config's dtype, which transformers would make the default of all meanwhile.
     with torch.device("meta"):
-        return model_class._from_config(model_class.config_class.from_dict(json.loads(config)))
+        return model_class._from_config(settings, dtype=torch.get_default_dtype())
