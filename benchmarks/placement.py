@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 
 from placement_models import MODELS, Model, built
 
+from modelquirks.planner.collector import collector_paused
 from modelquirks.planner.model.from_module import skeleton_of
 from modelquirks.planner.placement.machine import Machine, read_machine, shipped_machines
 from modelquirks.planner.placement.memory import Device
@@ -87,7 +88,8 @@ def compared(name: str, model: Any, tree: ModuleTree, given: Wishes, machine: Ma
     memory = machine.memory
     wishes = replace(given, machine=machine)
     started = time.perf_counter()
-    ours = place(tree, device_map="auto", max_memory=memory, wishes=wishes)
+    with collector_paused():  # as Dispatcher.plan has it
+        ours = place(tree, device_map="auto", max_memory=memory, wishes=wishes)
     took = time.perf_counter() - started
     price: float | None = None
     try:

@@ -193,7 +193,11 @@ class _Cutter:
     def __init__(self, tree: ModuleTree, offload_buffers: bool, pins: Mapping[str, Device]) -> None:
         self._tree = tree
         self._pins = pins
-        self._offload_buffers = offload_buffers
+        self._leaving = {
+            name: 0 if tree.stays(name, offload_buffers=offload_buffers) else size
+            for name, size in tree.sizes.items()
+        }
+        """Bytes of each tensor that leave the main device if it is offloaded."""
         self.totals: dict[str, int] = {}
         """Bytes of each module, its parts included."""
         self._run: dict[str, int] = {}
@@ -211,20 +215,22 @@ class _Cutter:
         """Return the cut that keeps modules whole up to *bound* bytes."""
         return Cut(tuple(self._joined(list(self._pieces(self._tree.root, bound)))))
 
-    def _leaving(self, tensors: Iterable[str]) -> list[str]:
-        """Return those that leave the main device if these tensors are offloaded, by owner."""
-        tree = self._tree
-        owners = dict.fromkeys(tree.aliases.get(name, name) for name in tensors)
-        return [n for n in owners if not tree.stays(n, offload_buffers=self._offload_buffers)]
-
     def _moved(self, tensors: Iterable[str]) -> int:
         """Return the bytes that leave the main device if these tensors are offloaded."""
-        return sum(map(self._tree.sizes.__getitem__, self._leaving(tensors)))
+        return sum(map(self._leaving.__getitem__, self._owners(tensors)))
 
-    def _at_once(self, tensors: Iterable[str]) -> int:
+    def _at_once(self, tensors: Sequence[str]) -> int:
         """Return how many of these come back at a time when an offloaded module runs."""
-        sizes, some = self._tree.sizes, self._tree.at_once
-        return sum(math.ceil(some.get(name, sizes[name])) for name in self._leaving(tensors))
+        some = self._tree.at_once
+        if not some:
+            return self._moved(tensors)
+        leaving = self._leaving
+        owners = self._owners(tensors)
+        return sum(math.ceil(some.get(n, leaving[n])) if leaving[n] else 0 for n in owners)
+
+    def _owners(self, tensors: Iterable[str]) -> Iterable[str]:
+        aliases = self._tree.aliases
+        return {aliases.get(name, name) for name in tensors} if aliases else tensors
 
     def _pieces(self, module: Module, bound: int) -> Iterator[_Piece]:
         pins = {self._pins.get(name) for name in module.below()} if self._pins else {None}
@@ -257,8 +263,10 @@ class _Cutter:
         members: dict[int, list[_Piece]] = {}
         for number, piece in enumerate(pieces):
             members.setdefault(find(number), []).append(piece)
-        states = _states(pieces, self._tree.state)
-        reads = _states(pieces, self._tree.state_read or self._tree.state)
+        tree = self._tree
+        homes = _homes(pieces, dict.fromkeys((*tree.state, *tree.state_read)))
+        states = _summed(homes, tree.state)
+        reads = _summed(homes, tree.state_read) if tree.state_read else states
         return (self._item(joined, states, reads) for joined in members.values())
 
     def _item(
@@ -296,13 +304,14 @@ def _sum(owned: Sequence[tuple[str, int]], some: Mapping[str, float]) -> float:
     return sum(some.get(name, size) for name, size in owned) if some else sum(n for _, n in owned)
 
 
-def _states(pieces: Sequence[_Piece], state: Mapping[str, int]) -> Mapping[str, int]:
-    """Return the bytes of cache by piece.
+def _homes(pieces: Sequence[_Piece], modules: Iterable[str]) -> Mapping[str, str]:
+    """Return the piece that has the cache of each of *modules*.
 
     A module that is in a piece gives its cache to that; one whose parts are pieces, to the one
     that attends, which is where it is needed, else to the first.
     """
-    if not state:
+    modules = [*modules]
+    if not modules:
         return {}
     names = {piece.name for piece in pieces}
     below: dict[str, list[str]] = {}
@@ -311,14 +320,22 @@ def _states(pieces: Sequence[_Piece], state: Mapping[str, int]) -> Mapping[str, 
         while above:
             below.setdefault(above, []).append(name)
             above = parent(above)
-    found: dict[str, int] = {}
-    for module, n_bytes in state.items():
+    found: dict[str, str] = {}
+    for module in modules:
         home = module
         while home and home not in names:
             home = parent(home)
         if not home and (parts := sorted(below.get(module, ()))):
             home = next((part for part in parts if _ATTENDS.search(part)), parts[0])
-        found[home] = found.get(home, 0) + n_bytes
+        found[module] = home
+    return found
+
+
+def _summed(homes: Mapping[str, str], some: Mapping[str, int]) -> Mapping[str, int]:
+    """Return the bytes of cache by piece."""
+    found: dict[str, int] = {}
+    for module, n_bytes in some.items():
+        found[homes[module]] = found.get(homes[module], 0) + n_bytes
     return found
 
 
