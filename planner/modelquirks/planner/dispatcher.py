@@ -110,7 +110,7 @@ class Dispatcher:
         Raises :class:`~modelquirks.planner.checkpoint.open.CheckpointError` if there is nothing to
         read, ValueError for options that mean nothing. Everything else is in the plan.
         """
-        manifest = _manifest(checkpoint)
+        manifest = self._manifest(checkpoint)
         skeleton = _skeleton(model)
         library = self._library(model, skeleton)
         config = _config(manifest, skeleton)
@@ -165,7 +165,7 @@ class Dispatcher:
             path=manifest.path,
             checkpoint=manifest.to_json(),
             shards=manifest.shards,
-            layout=layout_digest(manifest.tensors),
+            layout=layout_digest(manifest.readable),
             model=None if skeleton is None else _model_facts(skeleton),
             quirks=(*_notes(resolution), *_library_note(resolution, library)),
             audit=audit,
@@ -200,9 +200,14 @@ class Dispatcher:
 
         None if no plugin builds it; no code that comes with the checkpoint is run.
         """
-        manifest = _manifest(checkpoint)
+        manifest = self._manifest(checkpoint)
         built = self.registry.model(model_config(manifest), manifest.root)
         return None if built is None else built[0]
+
+    def _manifest(self, checkpoint: str | Path | Manifest) -> Manifest:
+        if isinstance(checkpoint, Manifest):
+            return checkpoint
+        return open_manifest(checkpoint, lambda: self.registry)
 
     def _library(
         self, model: torch.nn.Module | Skeleton | None, skeleton: Skeleton | None
@@ -230,10 +235,6 @@ class Dispatcher:
                 f"{audit.n_accounted} of {audit.n_model} model tensors are accounted for "
                 f"({audit.coverage:.2%}), {min_coverage:.2%} were asked for",
             )
-
-
-def _manifest(checkpoint: str | Path | Manifest) -> Manifest:
-    return checkpoint if isinstance(checkpoint, Manifest) else open_manifest(checkpoint)
 
 
 def _skeleton(model: torch.nn.Module | Skeleton | None) -> Skeleton | None:

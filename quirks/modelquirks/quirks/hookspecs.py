@@ -7,7 +7,7 @@ and the others go on.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,7 +16,15 @@ import pluggy
 from modelquirks.quirks.recipe import Scheme
 from modelquirks.quirks.record import ModelQuirks
 
-__all__ = ["GROUP", "LibraryPlugin", "ModelPlugin", "RecordsPlugin", "SchemesPlugin", "hookimpl"]
+__all__ = [
+    "GROUP",
+    "LibraryPlugin",
+    "ModelPlugin",
+    "OpenPlugin",
+    "RecordsPlugin",
+    "SchemesPlugin",
+    "hookimpl",
+]
 
 GROUP = "modelquirks"
 """Name of the entry-point group, and prefix of every hook."""
@@ -57,6 +65,23 @@ def modelquirks_library(model: Any, names: Collection[str]) -> Any:
     """
 
 
+@_hookspec
+def modelquirks_open(path: Path, names: Sequence[str]) -> Any:
+    """Return what the checkpoint *path* holds if it is of the plugin's own format, or None.
+
+    For formats that are more than files of named weights: shards of a training run, say. The
+    result is an ``Opened`` of the planner (``modelquirks.planner.checkpoint.opened``): byte ranges
+    in files, and for each tensor of the model that was saved the recipe over them.
+
+    *path* is a folder, or a file that is no weight file by its name; *names* are those of the files
+    and folders in the folder, sorted, and of a file its own. Called unless the folder has weights
+    under the usual names (an index, ``model.safetensors``…). Whether the format is the plugin's must
+    be told by names and a few bytes; then headers may be read, never weights. Must execute nothing
+    of what it reads and import no training framework. What is wrong with the checkpoint is a
+    finding in the result; raising means that the plugin is broken.
+    """
+
+
 class RecordsPlugin(Protocol):
     """For type checkers: ``plugin: RecordsPlugin = my_module`` accepts a right module."""
 
@@ -86,4 +111,12 @@ class ModelPlugin(Protocol):
 
     def modelquirks_model(self, config: Mapping[str, Any], folder: Path) -> Any:
         """See :func:`modelquirks_model`."""
+        ...
+
+
+class OpenPlugin(Protocol):
+    """As :class:`RecordsPlugin`, for :func:`modelquirks_open`."""
+
+    def modelquirks_open(self, path: Path, names: Sequence[str]) -> Any:
+        """See :func:`modelquirks_open`."""
         ...

@@ -25,6 +25,7 @@ __all__ = ["Given", "examine", "model_of"]
 
 _HOOKS = sorted(name for name in vars(hookspecs) if name.startswith(f"{GROUP}_"))
 _LIBRARY = ("record", "problems", "named", "conversions", "extra", "absent", "computed")
+_OPENED = ("format", "places", "tensors", "shards", "findings", "container", "metadata")
 _SCHEME = ("name", "roles", "peeks", "settings", "infer", "peek", "regions", "evaluate")
 
 
@@ -71,6 +72,11 @@ def library_of(impl: pluggy.HookImpl, origin: Origin, values: Mapping[str, Any])
     return _call(impl, origin, _library, values)
 
 
+def opened_of(impl: pluggy.HookImpl, origin: Origin, values: Mapping[str, Any]) -> Any:
+    """Return what one ``modelquirks_open`` finds in a checkpoint, or None."""
+    return _call(impl, origin, _opened, values)
+
+
 def _call(
     impl: pluggy.HookImpl,
     origin: Origin,
@@ -110,9 +116,17 @@ def _module(result: Any) -> Any:
 
 
 def _library(result: Any) -> Any:
-    lacking = [] if result is None else [n for n in _LIBRARY if not hasattr(result, n)]
+    return _having(result, _LIBRARY, "LibraryRules")
+
+
+def _opened(result: Any) -> Any:
+    return _having(result, _OPENED, "Opened")
+
+
+def _having(result: Any, attributes: Iterable[str], expected: str) -> Any:
+    lacking = [] if result is None else [n for n in attributes if not hasattr(result, n)]
     if lacking:
-        raise _WrongResult(f"{_kind(result)} without {', '.join(lacking)}, expected LibraryRules")
+        raise _WrongResult(f"{_kind(result)} without {', '.join(lacking)}, expected {expected}")
     return result
 
 

@@ -45,6 +45,7 @@ __all__ = [
     "children",
     "mapped",
     "nodes",
+    "on_children",
     "sources",
 ]
 
@@ -354,17 +355,20 @@ def nodes(node: Node) -> Iterator[Node]:
 
 def mapped(node: Node, change: Callable[[Node], Node]) -> Node:
     """Return *node* with *change* applied to every node, children first."""
+    return change(on_children(node, lambda child: mapped(child, change)))
+
+
+def on_children(node: Node, change: Callable[[Node], Node]) -> Node:
+    """Return *node* with *change* applied to the nodes directly below it."""
     match node:
         case Source():
-            pass
+            return node
         case Concat(of) | Interleave(of) | Opaque(_, of):
-            node = replace(node, of=tuple(mapped(part, change) for part in of))
+            return replace(node, of=tuple(map(change, of)))
         case Dequantize(_, parts):
-            changed = tuple(Part(role, mapped(of, change)) for role, of in parts)
-            node = replace(node, parts=changed)
+            return replace(node, parts=tuple(Part(role, change(of)) for role, of in parts))
         case _:
-            node = replace(node, of=mapped(node.of, change))
-    return change(node)
+            return replace(node, of=change(node.of))
 
 
 def children(node: Node) -> tuple[Node, ...]:

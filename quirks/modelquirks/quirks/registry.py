@@ -36,7 +36,7 @@ from modelquirks.quirks.discovery import (
     said,
 )
 from modelquirks.quirks.hookspecs import GROUP
-from modelquirks.quirks.intake import Given, examine, library_of, model_of
+from modelquirks.quirks.intake import Given, examine, library_of, model_of, opened_of
 from modelquirks.quirks.recipe import Scheme
 from modelquirks.quirks.record import ROLES, ModelQuirks
 
@@ -233,6 +233,32 @@ class Registry:
             others = " and ".join(str(origin) for _, origin in found[1:])
             self._notice([f"{found[0][1]} and {others} have rules for one model: the first counts"])
         return found[0] if found else None
+
+    def opened(self, path: Path, names: Sequence[str]) -> tuple[Any, tuple[str, ...]]:
+        """Return what a plugin finds in the checkpoint *path*, and what went wrong on the way.
+
+        The former is None if no plugin knows the format; *names* is what is in the folder. The
+        latter are sentences: plugins that failed, and that two have claimed it, of which the first
+        by name counts.
+        """
+        found: list[tuple[Any, Origin]] = []
+        problems: list[str] = []
+        impls = self._manager.hook.modelquirks_open.get_hookimpls()
+        for impl in sorted(impls, key=lambda impl: impl.plugin_name):
+            origin = self._given[impl.plugin_name].origin
+            try:
+                opened = opened_of(impl, origin, {"path": path, "names": names})
+            except PluginError as error:
+                if self._strict:
+                    raise
+                problems.append(str(error))
+            else:
+                if opened is not None:
+                    found.append((opened, origin))
+        if len(found) > 1:
+            others = " and ".join(str(origin) for _, origin in found[1:])
+            problems.append(f"{found[0][1]} and {others} both know the format: the first counts")
+        return (found[0][0] if found else None), tuple(problems)
 
     def _notice(self, sentences: Iterable[str]) -> None:
         self._noticed.update(dict.fromkeys(sentences))

@@ -6,13 +6,14 @@ import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from modelquirks.planner.checkpoint.file_kind import look
+from modelquirks.planner.checkpoint.file_kind import Kind, look
 from modelquirks.planner.checkpoint.lazy_tensors import LazyTensors
 from modelquirks.planner.checkpoint.manifest import Shard, StoredTensor
+from modelquirks.planner.checkpoint.pickle_machine import MAX_BYTES
 from modelquirks.planner.checkpoint.safetensors_header import header_digest
 from modelquirks.planner.finding import Finding
 
-__all__ = ["changed", "layout_digest"]
+__all__ = ["changed", "digest_of", "layout_digest"]
 
 
 def layout_digest(tensors: Mapping[str, StoredTensor]) -> str:
@@ -54,13 +55,17 @@ def _differences(root: Path, shard: Shard, *, same_place: bool) -> Iterator[str]
         yield "is gone" if now.kind == "absent" else "can no longer be read"
     elif now.size_bytes != shard.size_bytes:
         yield f"had {shard.size_bytes:,} bytes when the plan was made and has {now.size_bytes:,}"
-    elif _digest(path, now.kind) != shard.digest:
+    elif digest_of(path, now.kind) != shard.digest:
         yield "has another header than when the plan was made"
     elif same_place and shard.mtime_ns is not None and now.mtime_ns != shard.mtime_ns:
         yield "was written again since the plan was made, with the same header"
 
 
-def _digest(path: Path, kind: str) -> str | None:
+def digest_of(path: Path, kind: Kind) -> str | None:
+    """Return the digest of the header of a file of that kind, None if it has none.
+
+    Of a pickle it is that of all its bytes, if they are not too many to be read as one.
+    """
     if kind in ("zip", "legacy"):
         from modelquirks.planner.checkpoint.torch_zip import (
             read_torch,  # 10 ms that others do without
@@ -68,6 +73,8 @@ def _digest(path: Path, kind: str) -> str | None:
 
         return read_torch(path).shard.digest
     try:
+        if kind == "pickle" and path.stat().st_size <= MAX_BYTES:
+            return hashlib.sha256(path.read_bytes()).hexdigest()
         return header_digest(path)
     except OSError:
         return None

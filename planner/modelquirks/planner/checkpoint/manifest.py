@@ -11,7 +11,9 @@ from typing import Any, Literal, NamedTuple
 
 from modelquirks.planner.checkpoint.lazy_tensors import LazyTensors, StoredType
 from modelquirks.planner.finding import Finding
+from modelquirks.planner.dtypes import nbytes
 from modelquirks.quirks.family import Family, grouped, numbered, raw_templates
+from modelquirks.quirks.recipe import Node, sources
 
 __all__ = ["Format", "Manifest", "Shard", "StoredTensor", "shared_groups"]
 
@@ -73,7 +75,8 @@ class Manifest:
     """Folder of the checkpoint."""
     path: Path
     """What the user named: the folder, a file or an index."""
-    format: Format
+    format: str
+    """A :data:`Format`, or what the plugin says that opened it."""
     tensors: Mapping[str, StoredTensor]
     shards: tuple[Shard, ...]
     config: Mapping[str, Any]
@@ -85,6 +88,11 @@ class Manifest:
     """What the weights were wrapped in: ``lightning``, ``state_dict``, ``deepspeed``…"""
     metadata: Mapping[str, str] = field(default_factory=dict)
     """``__metadata__`` of the safetensors headers, first file wins."""
+    assembled: Mapping[str, Node] = field(default_factory=dict)
+    """Of tensors that lie in several places: how each is made, over names in ``places``. They are
+    among ``tensors`` with dtype and shape, and without begin and end."""
+    places: Mapping[str, StoredTensor] = field(default_factory=dict)
+    """With ``assembled``: every byte range that may be read, by name."""
 
     @cached_property
     def families(self) -> Mapping[str, Family]:
@@ -96,16 +104,30 @@ class Manifest:
         """The raw template of each tensor."""
         return raw_templates([*self.tensors])
 
+    @property
+    def readable(self) -> Mapping[str, StoredTensor]:
+        """What a recipe of a plan may read, by name: the tensors, or the parts of them."""
+        return self.places if self.assembled else self.tensors
+
     @cached_property
     def shared(self) -> tuple[tuple[str, ...], ...]:
-        """Groups of names that share one place in a file, which is evidence of a tie."""
-        return shared_groups(self.tensors.values())
+        """Groups of names that share one place in a file, which is evidence of a tie.
+
+        So do those that are made of the same parts.
+        """
+        alike: dict[Node, list[str]] = {}
+        for name, node in self.assembled.items():
+            alike.setdefault(node, []).append(name)
+        made = (tuple(names) for names in alike.values() if len(names) > 1)
+        return (*shared_groups(self.tensors.values()), *made)
 
     @cached_property
     def has_headers(self) -> bool:
         """Whether the shapes of all tensors are known."""
         if isinstance(self.tensors, LazyTensors):
             return True
+        if self.assembled:
+            return all(size is not None for size in self.sizes.values())
         return all(t.begin is not None for t in self.tensors.values())
 
     @cached_property
@@ -113,7 +135,11 @@ class Manifest:
         """Bytes of each tensor, None where only the name is known."""
         if isinstance(self.tensors, LazyTensors):
             return self.tensors.sizes
-        return {name: tensor.nbytes for name, tensor in self.tensors.items()}
+        found = {name: tensor.nbytes for name, tensor in self.tensors.items()}
+        for name in self.assembled:
+            _, _, dtype, shape, *_ = self.tensors[name]
+            found[name] = None if dtype is None or shape is None else nbytes(dtype, shape)
+        return found
 
     @cached_property
     def even_sizes(self) -> Mapping[str, int]:
@@ -155,6 +181,13 @@ class Manifest:
             return self.tensors.types
         return (tensor[2:4] for tensor in self.tensors.values())
 
+    @property
+    def _parts(self) -> Iterable[StoredTensor]:
+        """Everything with a place that the tensors are made of."""
+        leaves = (leaf.name for node in self.assembled.values() for leaf in sources(node))
+        whole = (t for name, t in self.tensors.items() if name not in self.assembled)
+        return (*whole, *(self.places[name] for name in leaves))
+
     @cached_property
     def _kinds(self) -> Mapping[str, Sequence[int]]:
         """The sizes that occur in each family, by raw template; none if they are not at hand."""
@@ -173,7 +206,7 @@ class Manifest:
         if isinstance(self.tensors, LazyTensors):
             return sum(self.tensors.n_bytes)
         if self.has_headers and self.tensors:
-            places = {(t.shard, t.begin, t.end): t.nbytes or 0 for t in self.tensors.values()}
+            places = {(t.shard, t.begin, t.end): t.nbytes or 0 for t in self._parts}
             return sum(places.values())
         return self.declared_bytes
 

@@ -6,10 +6,11 @@ are findings in it, so that all of them can be shown at once and the rest can be
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from modelquirks.planner.checkpoint.file_kind import look
 from modelquirks.planner.checkpoint.folder import (
@@ -22,12 +23,16 @@ from modelquirks.planner.checkpoint.folder import (
 from modelquirks.planner.checkpoint.index import Index, format_of, read_index
 from modelquirks.planner.checkpoint.json_text import JsonProblem, read_json
 from modelquirks.planner.checkpoint.manifest import Manifest
+from modelquirks.planner.checkpoint.opened import Opened, content_of
 from modelquirks.planner.checkpoint.params_json import config_of_params
 from modelquirks.planner.checkpoint.ranks import read_ranks
 from modelquirks.planner.checkpoint.shards import Content, beside, read_files, read_indexed
 from modelquirks.planner.checkpoint.weight_file import is_whole
 from modelquirks.planner.collector import collector_paused
 from modelquirks.planner.finding import Finding, Severity, shown
+
+if TYPE_CHECKING:
+    from modelquirks.quirks.registry import Registry
 
 __all__ = ["CheckpointError", "open_manifest"]
 
@@ -38,6 +43,15 @@ _LOOKED_FOR = (
 )
 
 
+_USUAL = frozenset(
+    (
+        *("model.safetensors", "model.safetensors.index.json"),
+        *("pytorch_model.bin", "pytorch_model.bin.index.json"),
+        *("diffusion_pytorch_model.safetensors", "consolidated.safetensors"),
+        *("diffusion_pytorch_model.safetensors.index.json", "consolidated.00.pth"),
+    )
+)
+"""A folder with one of these holds plain weights, whatever else there is."""
 _COUNT = re.compile(r"-of-0*([0-9]{1,6})\.")
 
 
@@ -45,8 +59,11 @@ class CheckpointError(ValueError):
     """The path is not there, or is no kind of checkpoint."""
 
 
-def open_manifest(path: str | Path) -> Manifest:
+def open_manifest(path: str | Path, registry: Callable[[], Registry] | None = None) -> Manifest:
     """Return what the checkpoint *path* holds: a folder, a weight file or an index.
+
+    Folders without weights under the usual names are shown to the plugins of *registry* (called
+    when it is needed; None: all installed ones), which may know their format.
 
     Reads headers only and executes nothing. In a folder, one checkpoint is chosen by a fixed order
     and what else is there is named in the findings; give the path of a file to choose it. Raises
@@ -58,12 +75,42 @@ def open_manifest(path: str | Path) -> Manifest:
     path = Path(path)
     with collector_paused():
         try:
+            found, problems = _by_plugin(path, registry)
+            if found is not None:
+                content = content_of(found)
+                root = path if path.is_dir() else path.parent
+                return _manifest(root, path, content, *_about_plugins(problems))
             if path.is_dir():
-                return _open_folder(path)
+                return _open_folder(path, problems)
             return _open_file(path)
         except OSError as error:
             reason = error.strerror or error
             raise CheckpointError(f"{str(path)!r} cannot be read: {reason}") from error
+
+
+def _by_plugin(
+    path: Path, registry: Callable[[], Registry] | None
+) -> tuple[Opened | None, tuple[str, ...]]:
+    """Return what a plugin found that knows the format, or None, and what went wrong on the way."""
+    if path.is_dir():
+        names = sorted(os.listdir(path))
+        if not {*names}.isdisjoint(_USUAL):
+            return None, ()
+    elif path.is_file() and path.suffix != ".json" and format_of(path.name) == "unknown":
+        names = [path.name]
+    else:
+        return None, ()
+    if registry is None:
+        from modelquirks.quirks.registry import Registry  # 0.4 s that most checkpoints do without
+
+        registry = Registry.load
+    return registry().opened(path, names)
+
+
+def _about_plugins(problems: Iterable[str]) -> Iterator[Finding]:
+    for problem in problems:
+        text = f"a plugin that opens checkpoints is not used here: {problem}"
+        yield Finding("plugin-problem", "warning", text)
 
 
 def _open_file(path: Path) -> Manifest:
@@ -89,10 +136,10 @@ def _open_file(path: Path) -> Manifest:
     return _manifest(path.parent, path, content, *_part_of_several(path))
 
 
-def _open_folder(root: Path) -> Manifest:
+def _open_folder(root: Path, problems: Sequence[str]) -> Manifest:
     folder = list_folder(root)
     if not folder.candidates:
-        raise CheckpointError(_nothing_in(folder))
+        raise CheckpointError("; ".join((_nothing_in(folder), *problems)))
     chosen, index, findings = _choose(folder)
     if index is None:
         read = read_ranks if chosen.kind == "ranks" else read_files
@@ -100,7 +147,7 @@ def _open_folder(root: Path) -> Manifest:
         findings += _about_count(chosen.files)
     else:
         content = read_indexed(folder, index)
-    findings += _rivals(folder, chosen, index)
+    findings += [*_rivals(folder, chosen, index), *_about_plugins(problems)]
     return _manifest(root, root, content, *findings)
 
 
@@ -158,6 +205,8 @@ def _manifest(root: Path, path: Path, content: Content, *findings: Finding) -> M
         declared_bytes=content.declared_bytes,
         container=content.container,
         metadata=content.metadata,
+        assembled=content.assembled,
+        places=content.places,
     )
 
 
@@ -252,7 +301,7 @@ def _nothing_in(folder: Folder) -> str:
     found = {0: "no files", 1: "1 file"}.get(len(folder.names), f"{len(folder.names)} files")
     hint = ""
     if ".metadata" in folder.names or any(name.endswith(".distcp") for name in folder.names):
-        hint = "; it looks like a torch distributed checkpoint, which is not read yet"
+        hint = "; it looks like a torch distributed checkpoint, and no plugin in use reads those"
     elif "latest" in folder.names:
         hint = "; it looks like a DeepSpeed checkpoint: give one of its '*model_states.pt' files"
     elif folder.subfolders:

@@ -59,6 +59,9 @@ class Opaque:
         return f"Opaque({self.kind!r})"
 
 
+_KEYS = (*_SIMPLE, Opaque)
+
+
 class Loaded(NamedTuple):
     """The value of a pickle, and every class and function that it names, in order."""
 
@@ -213,8 +216,8 @@ class _Machine:
         target = target.items if isinstance(target, Opaque) else target
         if isinstance(target, dict):
             for key, value in zip(items[::2], items[1::2], strict=True):
-                # Hashing a tuple of tuples of tuples may take for ever.
-                target[key if isinstance(key, _SIMPLE) else Opaque("key")] = value
+                # Hashing a tuple of tuples of tuples may take for ever; an Opaque hashes as itself.
+                target[key if isinstance(key, _KEYS) else Opaque("key")] = value
 
     # ---- what would be imported and called
 

@@ -22,6 +22,7 @@ from modelquirks.planner.checkpoint.manifest import Format, Shard, StoredTensor
 from modelquirks.planner.checkpoint.names_only import NamesOnly
 from modelquirks.planner.checkpoint.weight_file import read_weights
 from modelquirks.planner.finding import Finding, shown
+from modelquirks.quirks.recipe import Node
 
 __all__ = ["Content", "beside", "read_files", "read_indexed"]
 
@@ -30,13 +31,16 @@ __all__ = ["Content", "beside", "read_files", "read_indexed"]
 class Content:
     """What the weight files of a checkpoint hold."""
 
-    format: Format
+    format: str
     tensors: Mapping[str, StoredTensor]
     shards: tuple[Shard, ...]
     findings: tuple[Finding, ...]
     declared_bytes: int | None = None
     container: str = ""
     metadata: Mapping[str, str] = field(default_factory=dict)
+    assembled: Mapping[str, Node] = field(default_factory=dict)
+    """As in a :class:`~modelquirks.planner.checkpoint.manifest.Manifest`, like ``places``."""
+    places: Mapping[str, StoredTensor] = field(default_factory=dict)
 
 
 def read_files(root: Path, names: Sequence[str], *, follow_links: bool = False) -> Content:

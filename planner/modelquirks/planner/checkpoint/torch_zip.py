@@ -10,16 +10,17 @@ from __future__ import annotations
 
 import hashlib
 import io
+import os
 import struct
 import zipfile
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 from modelquirks.planner.checkpoint.file_kind import Look, look, not_weights
 from modelquirks.planner.checkpoint.header import Header, unread
-from modelquirks.planner.checkpoint.manifest import Shard
+from modelquirks.planner.checkpoint.manifest import Shard, StoredTensor
 from modelquirks.planner.checkpoint.pickle_machine import MAX_BYTES, PickleProblem
 from modelquirks.planner.checkpoint.pickle_names import about_names
 from modelquirks.planner.checkpoint.place_tensors import place_tensors
@@ -28,7 +29,7 @@ from modelquirks.planner.checkpoint.torch_legacy import read_legacy
 from modelquirks.planner.checkpoint.torch_pickle import StorageRecord, TensorRecord, load
 from modelquirks.planner.finding import Finding, shown
 
-__all__ = ["read_torch"]
+__all__ = ["read_item", "read_torch"]
 
 _ZIP_ERRORS = (zipfile.BadZipFile, struct.error, ValueError, NotImplementedError)
 _LOCAL = struct.Struct("<4s22xHH")  # signature, …, length of the name, length of the extra field
@@ -43,7 +44,7 @@ _FORMATS = {
 class _Archive(NamedTuple):
     """An open zip file of ``torch.save``."""
 
-    file: BinaryIO
+    file: BinaryIO | _Window
     reader: zipfile.ZipFile
     records: Mapping[str, zipfile.ZipInfo]
     """By name below the folder in which all of them are."""
@@ -82,6 +83,58 @@ def read_torch(path: Path, *, shard: str = "") -> Header:
     return unread(shard, seen, wrong or Finding("wrong-format", "error", text))
 
 
+def read_item(
+    file: BinaryIO, name: str, *, shard: str, begin: int, length: int
+) -> StoredTensor | Finding:
+    """Return where a tensor lies that was saved by itself with ``torch.save`` into part of *file*.
+
+    *begin* and *length* say which bytes of *file*, whose name is *shard*, are that zip file. The
+    finding says by *name* why it cannot be read.
+    """
+    try:
+        archive = _opened(_Window(file, begin, length))
+        saved = load(io.BytesIO(_content(archive, "data.pkl")))
+        if not isinstance(saved.value, TensorRecord):
+            raise _Refused("wrong-format", "is no plain tensor")
+        storage = saved.value.storage
+        begins = {storage.key: begin + _begin(archive, storage)}
+    except (_Refused, PickleProblem) as refused:
+        code = refused.code if isinstance(refused, _Refused) else "pickle-invalid"
+        return Finding(code, "error", f"{name!r}, from byte {begin:,} of {shard!r}, {refused}.")
+    entries, beyond = place_tensors(shard, {name: saved.value}, begins=begins)
+    return beyond[0] if beyond else entries[name]
+
+
+class _Window(io.RawIOBase):
+    """Part of a file as a file of its own."""
+
+    def __init__(self, file: BinaryIO, begin: int, length: int) -> None:
+        super().__init__()
+        self._file, self._begin, self._length = file, begin, length
+        self._position = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        start = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._length}[whence]
+        if start + offset < 0:
+            raise OSError(f"position {start + offset} is before the start")
+        self._position = start + offset
+        return self._position
+
+    def readinto(self, buffer: Any) -> int:
+        size = max(0, min(len(buffer), self._length - self._position))
+        self._file.seek(self._begin + self._position)
+        content = self._file.read(size)
+        buffer[: len(content)] = content
+        self._position += len(content)
+        return len(content)
+
+
 def _read_zip(path: Path, *, shard: str, seen: Look) -> Header:
     with path.open("rb") as file:
         archive = _opened(file)
@@ -106,7 +159,7 @@ def _read_zip(path: Path, *, shard: str, seen: Look) -> Header:
     return Header(stored, "torch", entries, {}, found, weights.container)
 
 
-def _opened(file: BinaryIO) -> _Archive:
+def _opened(file: BinaryIO | _Window) -> _Archive:
     try:
         archive = zipfile.ZipFile(file)
     except (*_ZIP_ERRORS, OSError) as error:

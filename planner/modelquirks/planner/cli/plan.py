@@ -122,7 +122,7 @@ def planned(args: argparse.Namespace) -> Plan:
 def _planned(args: argparse.Namespace) -> tuple[Plan, Built | None]:
     registry = load_registry(args)
     with progress("Reading headers"):
-        manifest = open_manifest(args.checkpoint)
+        manifest = open_manifest(args.checkpoint, lambda: registry)
     built = _built(args, manifest, registry)
     with progress("Planning"):
         plan = Dispatcher(registry).plan(

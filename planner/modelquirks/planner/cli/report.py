@@ -11,7 +11,7 @@ from modelquirks.planner.placement.memory import show_bytes
 from modelquirks.quirks.family import Family, show
 
 if TYPE_CHECKING:
-    from modelquirks.planner.checkpoint.manifest import Manifest, StoredTensor
+    from modelquirks.planner.checkpoint.manifest import Manifest
     from modelquirks.planner.finding import Finding
     from modelquirks.quirks.registry import PluginInfo
 
@@ -118,16 +118,17 @@ def _show_families(
     if any(tensor.dtype is not None for tensor in manifest.tensors.values()):
         columns += [Column("Dtype"), Column("Shape"), Column("Size", "right")]
         for row, family in zip(rows, kept, strict=True):
-            row += _facts([manifest.tensors[name] for name in family.names])
+            row += _facts(manifest, family.names)
     out.table(columns, rows)
     say_left_out(out, len(families) - len(kept), "family", "families")
 
 
-def _facts(tensors: Sequence[StoredTensor]) -> tuple[str, str, str]:
+def _facts(manifest: Manifest, names: Sequence[str]) -> tuple[str, str, str]:
     """Return dtypes, shapes and bytes of the members of one family."""
+    tensors = [manifest.tensors[name] for name in names]
     dtypes = sorted({tensor.dtype or "?" for tensor in tensors})
     shapes = {tensor.shape for tensor in tensors}
-    sizes = [tensor.nbytes for tensor in tensors]
+    sizes = [manifest.sizes[name] for name in names]
     known = [n for n in sizes if n is not None]
     shape = next(iter(shapes)) if len(shapes) == 1 else None
     return (

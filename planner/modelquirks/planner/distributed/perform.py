@@ -144,7 +144,7 @@ class _Job:
             self._parts,
             device_map=None,
             root=ready.manifest.root,
-            tensors=ready.manifest.tensors,
+            tensors=ready.manifest.readable,
             schemes=ready.registry.schemes,
             **options,
         )

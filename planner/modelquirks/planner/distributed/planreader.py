@@ -74,7 +74,7 @@ class PlanReader(StorageReader):
         manifest = unchanged(plan)
         self._plan, self._prefix = plan, prefix
         self._schemes = (plan.registry or Registry.load()).schemes
-        self._reader = Reader(manifest.root, manifest.tensors)
+        self._reader = Reader(manifest.root, manifest.readable)
         self._entries = dict(self._all_entries())
 
     @property

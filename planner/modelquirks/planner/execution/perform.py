@@ -81,7 +81,7 @@ def perform(
             device_map=dict(plan.device_map) if plan.options.dispatch else None,
             main_device=plan.placement.main_device,
             root=manifest.root,
-            tensors=manifest.tensors,
+            tensors=manifest.readable,
             schemes=registry.schemes,
             compare=plan.compare,
             offload_buffers=plan.options.offload_buffers,
@@ -143,7 +143,7 @@ def foresee(plan: Plan, skeleton: Skeleton, offload_folder: str | Path) -> Findi
         if (item.kind == "parameter" or plan.options.offload_buffers)
         and all(name in keys and plan.device_map[keys[name]] == "disk" for name in item.names)
     ]
-    return forecast(on_disk, target, types=Reader(manifest.root, manifest.tensors).type_of)
+    return forecast(on_disk, target, types=Reader(manifest.root, manifest.readable).type_of)
 
 
 def _target(folder: str | Path, plan: Plan, manifest: Manifest, registry: Registry) -> Target:
@@ -198,11 +198,11 @@ def items_of(plan: Plan, skeleton: Skeleton, *, partial: bool = False) -> Iterat
 
 def unchanged(plan: Plan) -> Manifest:
     """Open the checkpoint of *plan*; PlanError if it is not as it was."""
-    manifest = open_manifest(plan.path)
+    manifest = open_manifest(plan.path, lambda: plan.registry or Registry.load())
     told = [f.message for f in changed(manifest.root, plan.shards, same_place=not plan.moved)]
     known = {shard.name for shard in plan.shards}
     new = [shard.name for shard in manifest.shards if shard.name not in known]
-    if not told and (new or layout_digest(manifest.tensors) != plan.layout):
+    if not told and (new or layout_digest(manifest.readable) != plan.layout):
         where = f"from {shown(new)}" if new else "from other places in the same files"
         told = [f"tensors would be read {where}, by another index or file; make the plan again."]
     if told:

@@ -15,6 +15,7 @@ from modelquirks.planner.mapping.logical import Logical, Members
 from modelquirks.planner.mapping.nearest import Nearest
 from modelquirks.planner.mapping.oddities import oddities
 from modelquirks.planner.mapping.offers import Offers
+from modelquirks.planner.mapping.places import in_places
 from modelquirks.planner.mapping.recipes import FamilyRecipe
 from modelquirks.planner.mapping.sharing import share
 from modelquirks.planner.mapping.storedside import USED, StoredVerdict, expected, left_over
@@ -91,7 +92,7 @@ def derive(
             *oddities(account, manifest, nearest.spare, dequantize=waivers.dequantize),
         ),
     )
-    recipes = tuple(_recipes(account, sharing.aliases))
+    recipes = tuple(in_places(_recipes(account, sharing.aliases), manifest))
     return Derived(recipes, sharing.aliases, sharing.compare, audit)
 
 
