@@ -75,10 +75,10 @@ def modelquirks_open(path: Path, names: Sequence[str]) -> Any:
 
     *path* is a folder, or a file that is no weight file by its name; *names* are those of the files
     and folders in the folder, sorted, and of a file its own. Called unless the folder has weights
-    under the usual names (an index, ``model.safetensors``…). Whether the format is the plugin's must
-    be told by names and a few bytes; then headers may be read, never weights. Must execute nothing
-    of what it reads and import no training framework. What is wrong with the checkpoint is a
-    finding in the result; raising means that the plugin is broken.
+    under the usual names (an index, ``model.safetensors``…). Whether the format is the plugin's
+    must be told by names and a few bytes; then headers may be read, never weights. Must execute
+    nothing of what it reads and import no training framework. What is wrong with the checkpoint
+    is a finding in the result; raising means that the plugin is broken.
     """
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from modelquirks.planner.checkpoint.lazy_tensors import LazyTensors, StoredType
-from modelquirks.planner.finding import Finding
 from modelquirks.planner.dtypes import nbytes
+from modelquirks.planner.finding import Finding
 from modelquirks.quirks.family import Family, grouped, numbered, raw_templates
 from modelquirks.quirks.recipe import Node, sources
 

@@ -98,11 +98,16 @@ def read_item(
             raise _Refused("wrong-format", "is no plain tensor")
         storage = saved.value.storage
         begins = {storage.key: begin + _begin(archive, storage)}
-    except (_Refused, PickleProblem) as refused:
-        code = refused.code if isinstance(refused, _Refused) else "pickle-invalid"
-        return Finding(code, "error", f"{name!r}, from byte {begin:,} of {shard!r}, {refused}.")
-    entries, beyond = place_tensors(shard, {name: saved.value}, begins=begins)
-    return beyond[0] if beyond else entries[name]
+    except _Refused as refused:
+        code, why = refused.code, str(refused)
+    except PickleProblem as problem:
+        code, why = "pickle-invalid", str(problem)
+    except OSError as error:  # of the disk, or a record before the start of the part
+        code, why = "zip-invalid", f"cannot be read ({error.strerror or error})"
+    else:
+        entries, beyond = place_tensors(shard, {name: saved.value}, begins=begins)
+        return beyond[0] if beyond else entries[name]
+    return Finding(code, "error", f"{name!r}, from byte {begin:,} of {shard!r}, {why}.")
 
 
 class _Window(io.RawIOBase):

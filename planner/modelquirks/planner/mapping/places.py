@@ -43,7 +43,7 @@ def in_places(recipes: Iterable[FamilyRecipe], manifest: Manifest) -> Iterator[F
 
 
 def _in_parts(node: Node, env: Env, assembled: Mapping[str, Node]) -> Node:
-    """Return *node* with the leaves that are tensors in parts, by their names under *env*, replaced.
+    """Return *node* with those leaves replaced that *env* makes names of *assembled* tensors.
 
     Leaves stay templates over the variables of *env*.
     """
