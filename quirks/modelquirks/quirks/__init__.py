@@ -13,6 +13,7 @@ if TYPE_CHECKING:
         GROUP,
         LibraryPlugin,
         ModelPlugin,
+    OpenPlugin,
         RecordsPlugin,
         SchemesPlugin,
         hookimpl,
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
         children,
         mapped,
         nodes,
+    on_children,
         sources,
     )
     from modelquirks.quirks.recipe_json import from_json, to_json
@@ -98,6 +100,7 @@ __all__ = [
     "Named",
     "Node",
     "Opaque",
+    "OpenPlugin",
     "Origin",
     "Pack",
     "Parallel",
@@ -138,6 +141,7 @@ __all__ = [
     "infer",
     "mapped",
     "nodes",
+    "on_children",
     "rename",
     "settings_of",
     "show",

@@ -5,14 +5,17 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch import nn
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -36,10 +39,11 @@ class Tiny(nn.Module):
         x = self.embed(ids)
         for layer in self.layers:
             x = layer(x)
-        return self.head(self.norm(x.bfloat16()).float())
+        logits: torch.Tensor = self.head(self.norm(x.bfloat16()).float())
+        return logits
 
 
-def trained(rank: int, *, optimizer: bool) -> dict[str, dict[str, object]]:
+def trained(rank: int, *, optimizer: bool) -> dict[str, Any]:
     """Return the state of the model after one step on two ranks."""
     torch.manual_seed(0)
     model = Tiny()
@@ -49,7 +53,7 @@ def trained(rank: int, *, optimizer: bool) -> dict[str, dict[str, object]]:
     adam = torch.optim.AdamW(model.parameters(), lr=0.1)
     model(torch.arange(13)).sum().backward()
     adam.step()
-    weights = get_model_state_dict(model)
+    weights: dict[str, Any] = get_model_state_dict(model)
     full = {n: t.full_tensor() if hasattr(t, "full_tensor") else t for n, t in weights.items()}
     if rank == 0:
         save_file({n: t.detach().clone() for n, t in full.items()}, "truth.safetensors")
@@ -60,12 +64,12 @@ def trained(rank: int, *, optimizer: bool) -> dict[str, dict[str, object]]:
 
 def two_ranks(rank: int) -> None:
     """Write a plain DCP checkpoint with optimizer, one of accelerate's, one of Hugging Face's."""
-    dcp.save(trained(rank, optimizer=True), checkpoint_id="fsdp2")
+    save(trained(rank, optimizer=True), checkpoint_id="fsdp2")
     weights = trained(rank, optimizer=False)
-    dcp.save(weights, checkpoint_id="accelerate/pytorch_model_fsdp_0")
+    save(weights, checkpoint_id="accelerate/pytorch_model_fsdp_0")
     floats = {n: t for n, t in weights["model"].items() if n != "count"}
-    writer = dcp.HuggingFaceStorageWriter("hugging_face", save_distributed=True)
-    dcp.save(floats, storage_writer=writer)
+    writer = HuggingFaceStorageWriter("hugging_face", save_distributed=True)
+    save(floats, storage_writer=writer)
 
 
 def four_ranks(rank: int) -> None:
@@ -77,14 +81,14 @@ def four_ranks(rank: int) -> None:
     if rank == 0:
         save_file(full, "truth_grid.safetensors")
     cut = {n: distribute_tensor(t, mesh, [Shard(0), Shard(1)]) for n, t in full.items()}
-    dcp.save(cut, checkpoint_id="grid")
+    save(cut, checkpoint_id="grid")
 
 
-def run(rank: int, write: object, size: int, port: int) -> None:
+def run(rank: int, write: Callable[[int], None], size: int, port: int) -> None:
     """Be one rank."""
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     dist.init_process_group("gloo", rank=rank, world_size=size)
-    write(rank)  # type: ignore[operator]
+    write(rank)
     dist.destroy_process_group()
 
 
@@ -93,5 +97,6 @@ if __name__ == "__main__":
     for name in ("fsdp2", "accelerate", "hugging_face", "grid"):
         shutil.rmtree(name, ignore_errors=True)
     port = int(sys.argv[1]) if len(sys.argv) > 1 else 29611
-    spawn(run, (two_ranks, 2, port), nprocs=2)
-    spawn(run, (four_ranks, 4, port + 1), nprocs=4)
+    start: Any = spawn
+    start(run, (two_ranks, 2, port), nprocs=2)
+    start(run, (four_ranks, 4, port + 1), nprocs=4)
