@@ -119,16 +119,9 @@ def test_what_two_ranks_saved_loads_on_one_bit_for_bit_reading_each_byte_once(pa
 
 def test_what_two_ranks_saved_loads_on_four_and_each_reads_only_its_part(tmp_path: Path) -> None:
     script = Path(__file__).with_name("dcp_ranks.py")
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(script), str(rank), "4", str(tmp_path)],
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(4)
-    ]
-    told = [rank.communicate(timeout=200)[1] for rank in ranks]
-    assert all(rank.returncode == 0 for rank in ranks), told
+    words = [sys.executable, str(script), "4", str(tmp_path)]
+    done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=200)
+    assert done.returncode == 0, done.stderr
     read = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(4)]
     copies = 3 * TRUTH["count"].nbytes  # the one tensor that every rank has
     assert sum(read) == sum(tensor.nbytes for tensor in TRUTH.values()) + copies
@@ -439,3 +432,26 @@ def test_stacks_of_tensors_that_are_cut_differently_are_written_out(
     )
     join: Any = torch.stack if kind is Stack else torch.cat
     assert torch.equal(made, join([*whole.values()]))
+
+
+def test_the_first_of_several_models_is_read_and_the_others_are_named(tmp_path: Path) -> None:
+    for number in (0, 1, 10):
+        shutil.copytree(FSDP, tmp_path / f"pytorch_model_fsdp_{number}")
+    found = {f.code: f.message for f in opened(tmp_path).findings}
+    assert found["several-models"].startswith("'pytorch_model_fsdp_0' was read")
+    assert "'pytorch_model_fsdp_1', 'pytorch_model_fsdp_10'" in found["several-models"]
+
+
+def test_weights_under_the_usual_names_come_first_and_the_chunks_are_named(tmp_path: Path) -> None:
+    folder = copied(tmp_path)
+    shutil.copy(DATA / "truth.safetensors", folder / "model.safetensors")
+    manifest = opened(folder)
+    assert manifest.format == "safetensors"
+    assert "__0_0.distcp" in next(f.message for f in manifest.findings if f.code == "other-copies")
+
+
+def test_what_fsdp1_saved_flat_is_refused_with_the_way_out(tmp_path: Path) -> None:
+    folder = copied(tmp_path, DATA / "grid")
+    content = (folder / ".metadata").read_bytes()
+    (folder / ".metadata").write_bytes(content.replace(b"head.weight", b"_flat_param"))
+    assert "SHARDED_STATE_DICT" in errors(folder)["flat-parameters"]

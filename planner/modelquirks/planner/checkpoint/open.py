@@ -263,6 +263,7 @@ def _rivals(folder: Folder, chosen: Candidate, index: Index | None) -> Iterator[
         text = f"{taken}. Not taken: {shown(others)}; give the path of the file that you mean."
         yield Finding("rival-weights", "warning", text)
     foreign = [one.files[0] for one in rivals if one.kind == "foreign"]
+    foreign += [name for name in folder.names if name.endswith(".distcp")]
     if copies := [*foreign, *(f"{name}/" for name in folder.subfolders)]:
         text = f"weights of other formats or in folders below were not read: {shown(copies)}."
         yield Finding("other-copies", "info", text)
