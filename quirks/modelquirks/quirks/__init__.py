@@ -13,7 +13,7 @@ if TYPE_CHECKING:
         GROUP,
         LibraryPlugin,
         ModelPlugin,
-    OpenPlugin,
+        OpenPlugin,
         RecordsPlugin,
         SchemesPlugin,
         hookimpl,
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
         children,
         mapped,
         nodes,
-    on_children,
+        on_children,
         sources,
     )
     from modelquirks.quirks.recipe_json import from_json, to_json
