@@ -13,12 +13,9 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from modelquirks.planner.checkpoint.file_kind import Look
-from modelquirks.planner.checkpoint.header import Header, unread
 from modelquirks.planner.checkpoint.manifest import Shard
 from modelquirks.planner.checkpoint.pickle_machine import PickleProblem
-from modelquirks.planner.checkpoint.pickle_names import about_names
-from modelquirks.planner.checkpoint.place_tensors import place_tensors
-from modelquirks.planner.checkpoint.state_dict import find_weights
+from modelquirks.planner.checkpoint.torch_content import TorchContent
 from modelquirks.planner.checkpoint.torch_pickle import TorchPickle, load
 from modelquirks.planner.finding import Finding
 
@@ -28,22 +25,19 @@ _MAGIC = 0x1950A86A20F9469CFC6C
 _PROTOCOL = 1001
 
 
-def read_legacy(path: Path, *, shard: str, seen: Look) -> Header:
-    """Return what a file of the old format holds. OSError if it cannot be read."""
+def read_legacy(path: Path, *, shard: str, seen: Look) -> TorchContent:
+    """Return what a file of the old format says.
+
+    OSError if it cannot be read, PickleProblem if its pickles cannot.
+    """
     with path.open("rb") as file:
-        try:
-            saved, keys = _pickles(file)
-        except PickleProblem as problem:
-            return unread(shard, seen, Finding("pickle-invalid", "error", f"{shard!r} {problem}."))
+        saved, keys = _pickles(file)
         header_bytes = file.tell()
         begins, trouble = _storages(file, saved, keys, size=seen.size_bytes, shard=shard)
         file.seek(0)
         digest = hashlib.sha256(file.read(header_bytes)).hexdigest()
-    weights = find_weights(shard, saved.value)
-    entries, beyond = place_tensors(shard, weights.tensors, begins=begins)
-    found = (*about_names(shard, saved.globals), *weights.findings, *beyond, *trouble)
     stored = Shard(shard, seen.size_bytes, seen.mtime_ns, digest)
-    return Header(stored, "torch", entries, {}, found, weights.container)
+    return TorchContent(stored, saved, begins, findings=trouble)
 
 
 def _pickles(file: BinaryIO) -> tuple[TorchPickle, list[Any]]:

@@ -14,7 +14,7 @@ import os
 import struct
 import zipfile
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -22,14 +22,13 @@ from modelquirks.planner.checkpoint.file_kind import Look, look, not_weights
 from modelquirks.planner.checkpoint.header import Header, unread
 from modelquirks.planner.checkpoint.manifest import Shard, StoredTensor
 from modelquirks.planner.checkpoint.pickle_machine import MAX_BYTES, PickleProblem
-from modelquirks.planner.checkpoint.pickle_names import about_names
 from modelquirks.planner.checkpoint.place_tensors import place_tensors
-from modelquirks.planner.checkpoint.state_dict import find_weights
+from modelquirks.planner.checkpoint.torch_content import TorchContent, weights_of
 from modelquirks.planner.checkpoint.torch_legacy import read_legacy
 from modelquirks.planner.checkpoint.torch_pickle import StorageRecord, TensorRecord, load
 from modelquirks.planner.finding import Finding, shown
 
-__all__ = ["read_item", "read_torch"]
+__all__ = ["read_content", "read_item", "read_torch"]
 
 _ZIP_ERRORS = (zipfile.BadZipFile, struct.error, ValueError, NotImplementedError)
 _LOCAL = struct.Struct("<4s22xHH")  # signature, …, length of the name, length of the extra field
@@ -48,6 +47,8 @@ class _Archive(NamedTuple):
     reader: zipfile.ZipFile
     records: Mapping[str, zipfile.ZipInfo]
     """By name below the folder in which all of them are."""
+    root: str
+    """That folder."""
 
 
 class _Refused(ValueError):
@@ -64,23 +65,30 @@ def read_torch(path: Path, *, shard: str = "") -> Header:
     *shard* is the name to use in the result and in messages, by default the file's own. Never
     raises for what is in the file, nor for a file that is not there.
     """
+    return weights_of(read_content(path, shard=shard))
+
+
+def read_content(path: Path, *, shard: str = "") -> TorchContent:
+    """Return all that a file of ``torch.save`` says, of either format, in the same way."""
     shard = shard or path.name
     seen = look(path)
     if seen.kind == "absent":
-        return unread(shard, seen, Finding("shard-missing", "error", f"{shard!r} is not there."))
+        return _unread(shard, seen, Finding("shard-missing", "error", f"{shard!r} is not there."))
     try:
         if seen.kind == "legacy":
             return read_legacy(path, shard=shard, seen=seen)
         if seen.kind == "zip":
             return _read_zip(path, shard=shard, seen=seen)
+    except PickleProblem as problem:
+        return _unread(shard, seen, Finding("pickle-invalid", "error", f"{shard!r} {problem}."))
     except _Refused as refused:
-        return unread(shard, seen, Finding(refused.code, "error", f"{shard!r} {refused}."))
+        return _unread(shard, seen, Finding(refused.code, "error", f"{shard!r} {refused}."))
     except OSError as error:
         text = f"{shard!r} cannot be read: {error.strerror or error}."
-        return unread(shard, seen, Finding("file-unreadable", "error", text))
+        return _unread(shard, seen, Finding("file-unreadable", "error", text))
     wrong = not_weights(shard, seen)
     text = f"{shard!r} {_FORMATS.get(seen.kind, '')} (it begins with {seen.head[:8]!r})."
-    return unread(shard, seen, wrong or Finding("wrong-format", "error", text))
+    return _unread(shard, seen, wrong or Finding("wrong-format", "error", text))
 
 
 def read_item(
@@ -140,28 +148,22 @@ class _Window(io.RawIOBase):
         return len(content)
 
 
-def _read_zip(path: Path, *, shard: str, seen: Look) -> Header:
+def _unread(shard: str, seen: Look, finding: Finding) -> TorchContent:
+    header = unread(shard, seen, finding)
+    return TorchContent(header.shard, None, findings=header.findings)
+
+
+def _read_zip(path: Path, *, shard: str, seen: Look) -> TorchContent:
     with path.open("rb") as file:
         archive = _opened(file)
         pickled = _content(archive, "data.pkl")
-        try:
-            saved = load(io.BytesIO(pickled))
-        except PickleProblem as problem:
-            raise _Refused("pickle-invalid", str(problem)) from problem
+        saved = load(io.BytesIO(pickled))
         file.seek(archive.reader.start_dir)
         digest = hashlib.sha256(file.read())
         digest.update(pickled)
         begins, faults = _begins(archive, saved.storages.values())
-    weights = find_weights(shard, saved.value)
-    entries, beyond = place_tensors(shard, weights.tensors, begins=begins)
-    found = (
-        *about_names(shard, saved.globals),
-        *weights.findings,
-        *beyond,
-        *_record_findings(shard, faults, weights.tensors),
-    )
     stored = Shard(shard, seen.size_bytes, seen.mtime_ns, digest.hexdigest())
-    return Header(stored, "torch", entries, {}, found, weights.container)
+    return TorchContent(stored, saved, begins, faults, written_as=archive.root)
 
 
 def _opened(file: BinaryIO | _Window) -> _Archive:
@@ -186,7 +188,7 @@ def _opened(file: BinaryIO | _Window) -> _Archive:
             "is a TorchScript archive, code and weights in one; save the module's state_dict()",
         )
     below = {i.filename.removeprefix(root): i for i in archive.infolist()}
-    found = _Archive(file, archive, below)
+    found = _Archive(file, archive, below, root.rstrip("/"))
     if "byteorder" in below and (order := _content(found, "byteorder")) != b"little":
         raise _Refused("big-endian", f"has the byte order {order!r:.20}; only 'little' is read")
     return found
@@ -238,26 +240,3 @@ def _begin(archive: _Archive, storage: StorageRecord) -> int:
     if signature != b"PK\x03\x04" or begin + record.file_size > archive.reader.start_dir:
         raise _Refused("record-misplaced", "not where the directory says, or cut off")
     return begin
-
-
-_RECORD_FAULTS = {
-    "record-missing": "storages without a record in the file",
-    "record-compressed": "storages that are compressed: they cannot be read in place; save again",
-    "record-size": "storages whose records have another size",
-    "record-misplaced": "storages whose records are not where they should be",
-}
-
-
-def _record_findings(
-    shard: str,
-    faults: Mapping[str, list[tuple[str, str]]],
-    tensors: Mapping[str, TensorRecord],
-) -> Iterator[Finding]:
-    """Say which records are wrong and which tensors that costs."""
-    for code, records in faults.items():
-        keys = {key for key, _ in records}
-        names = [name for name, tensor in tensors.items() if tensor.storage.key in keys]
-        listed = ", ".join(f"'data/{key}' ({remark})" for key, remark in records[:5])
-        more = f" … and {len(records) - 5} more" if len(records) > 5 else ""
-        text = f"{shard!r}: {_RECORD_FAULTS[code]}: {listed}{more}; of {shown(names)}."
-        yield Finding(code, "error", text)
