@@ -1,7 +1,8 @@
 """Names of the files of a checkpoint, and which folder it is.
 
-Source: ``_get_ckpt_name``, ``_get_zero_ckpt_name``, ``_get_expert_ckpt_name`` and ``load_checkpoint``
-in DeepSpeed 0.19.8's ``runtime/engine.py``, ``ckpt_layer_path`` in ``runtime/pipe/module.py``.
+Source: ``_get_ckpt_name``, ``_get_zero_ckpt_name``, ``_get_expert_ckpt_name`` and
+``load_checkpoint`` in DeepSpeed 0.19.8's ``runtime/engine.py``, ``ckpt_layer_path`` in
+``runtime/pipe/module.py``.
 """
 
 from __future__ import annotations
@@ -21,15 +22,14 @@ Kind = Literal["model", "zero3-model", "optim", "layer", "expert", "expert-optim
 only, one file a data-parallel rank; ``optim``: one rank's share of the fp32 masters;
 ``layer``: a pipeline layer; ``expert``: one expert; ``expert-optim``: no masters, ZeRO 0 only."""
 
+_RANKS = r"zero_pp_rank_(?P<dp>\d+)_mp_rank_(?P<mp>\d{2,})"
 _NAMES: tuple[tuple[Kind, re.Pattern[str]], ...] = (
     ("model", re.compile(r"mp_rank_(?P<mp>\d{2,})_model_states\.pt")),
-    ("zero3-model", re.compile(r"zero_pp_rank_(?P<dp>\d+)_mp_rank_(?P<mp>\d{2,})_model_states\.pt")),
     (
-        "optim",
-        re.compile(
-            r"(?P<half>(?:bf|fp)16_)?zero_pp_rank_(?P<dp>\d+)_mp_rank_(?P<mp>\d{2,})_?optim_states\.pt"
-        ),
+        "zero3-model",
+        re.compile(rf"{_RANKS}_model_states\.pt"),
     ),
+    ("optim", re.compile(rf"(?P<half>(?:bf|fp)16_)?{_RANKS}_?optim_states\.pt")),
     ("layer", re.compile(r"layer_(?P<layer>\d{2,})(?:-model_(?P<mp>\d{2,}))?-model_states\.pt")),
     (
         "expert",
@@ -116,7 +116,8 @@ def locate(path: Path, tag: str | None = None) -> Folder:
     if not tags:
         raise CheckpointError(f"{str(path)!r} holds no checkpoint of DeepSpeed")
     raise CheckpointError(
-        f"{str(path)!r} has no file 'latest' and {len(tags)} saved states; name one of {shown(tags)}"
+        f"{str(path)!r} has no file 'latest' and {len(tags)} saved states; name one of "
+        f"{shown(tags)}"
     )
 
 
@@ -127,7 +128,8 @@ def _tagged(path: Path, tag: str, *, said: str) -> Folder:
     if not inside or not _holds_states(folder):
         there = f"there are {shown(tags)}" if tags else "there is no other"
         raise CheckpointError(
-            f"{str(path)!r}: {said} names {tag!r}, which is no folder with files of DeepSpeed; {there}"
+            f"{str(path)!r}: {said} names {tag!r}, which is no folder with files of DeepSpeed; "
+            f"{there}"
         )
     return Folder(folder, tag, _is_universal(folder))
 

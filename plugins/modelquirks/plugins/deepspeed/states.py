@@ -103,7 +103,7 @@ def model_state(saved: SavedState) -> ModelState:
 
 
 def optim_state(saved: SavedState) -> OptimState:
-    """Return what a file of masters says; errors are of damaged masters, moments are not looked at."""
+    """Return what a file of masters says; moments are not looked at."""
     state = mapping(saved.value.get("optimizer_state_dict"))
     key = "fp32_flat_groups" if "fp32_flat_groups" in state else "single_partition_of_fp32_groups"
     flat = state.get(key)

@@ -1,0 +1,273 @@
+"""Parameters of the training model from the files of all ranks: masters, and training weights."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from modelquirks.planner.checkpoint.manifest import StoredTensor
+from modelquirks.plugins.deepspeed.grid import Grid, optim_name
+from modelquirks.plugins.deepspeed.parameter import Fragment, Origin, Parameter, whole_tensor
+from modelquirks.plugins.deepspeed.pieces import (
+    Cutting,
+    from_fragments,
+    from_partitions,
+    from_shares,
+)
+from modelquirks.plugins.deepspeed.slices import joining
+from modelquirks.plugins.deepspeed.states import ModelState, OptimState
+
+__all__ = ["Assembly", "masters", "tied", "training"]
+
+_EXPERT = re.compile(r"(\.deepspeed_experts\.)(\d+)(\.)")
+_MODULE: tuple[Origin, ...] = ("training", "frozen", "buffer")
+
+
+@dataclass
+class Assembly:
+    """What can be had, and what cannot and why, by name."""
+
+    parameters: dict[str, Parameter] = field(default_factory=dict)
+    lost: dict[str, str] = field(default_factory=dict)
+
+
+def masters(grid: Grid) -> Assembly:
+    """Return the fp32 masters of the optimizer, and of ZeRO 3 what was frozen and the buffers.
+
+    ``lost`` names the file that each other parameter lacks. A checkpoint of ZeRO 0 in fp32 or
+    fp16 has no masters.
+    """
+    return _over_ranks(grid, lambda mp: _masters_of(grid, mp), ("master", "frozen", "buffer"))
+
+
+def training(grid: Grid) -> Assembly:
+    """Return the weights in the module's dtype, from the files of models, layers and experts.
+
+    ZeRO 3 has only what was frozen and the buffers there.
+    """
+    if grid.layers:
+        return _of_layers(grid)
+    found = _over_ranks(grid, lambda mp: _module_of(grid, mp), _MODULE)
+    for saved in grid.experts:
+        placed = saved.place(saved.value)
+        _add_whole(found, placed.tensors, "training", saved.shard.name)
+    return found
+
+
+def tied(grid: Grid) -> dict[str, str]:
+    """Return the stored name of each name that shares a parameter: by ``shared_params``.
+
+    Only the file of the first rank has them.
+    """
+    return {dup: name for model in grid.models.values() for dup, name in model.shared.items()}
+
+
+def _over_ranks(
+    grid: Grid, of_rank: Callable[[int], Mapping[Origin, _Part]], origins: Sequence[Origin]
+) -> Assembly:
+    """Join the slices of each stage, then put the stages together; the first name counts."""
+    found = Assembly()
+    for stage in range(grid.pp):
+        ranks = [stage * grid.tp + slice_ for slice_ in range(grid.tp)]
+        parts = [of_rank(mp) for mp in ranks]
+        universal: Mapping[str, Any] = {}
+        if facts := next((f for mp in ranks if (f := grid.facts_of(mp))), None):
+            universal = facts.universal
+        for origin in origins:
+            _join(found, [part[origin] for part in parts], origin, universal)
+    return found
+
+
+@dataclass
+class _Part:
+    """Of one model-parallel rank."""
+
+    fragments: dict[str, Fragment] = field(default_factory=dict)
+    lost: dict[str, str] = field(default_factory=dict)
+
+    def add(self, cutting: Cutting, files: Sequence[str]) -> None:
+        self.fragments |= cutting.fragments
+        for name, numbers in cutting.lost.items():
+            self.lost[name] = ", ".join(files[number] for number in numbers) or "its end"
+
+
+def _join(
+    found: Assembly, parts: Sequence[_Part], origin: Origin, universal: Mapping[str, Any]
+) -> None:
+    for name in {name: None for part in parts for name in (*part.fragments, *part.lost)}:
+        if name in found.parameters:
+            continue
+        lost = [part.lost.get(name, "") for part in parts if name not in part.fragments]
+        if lost:
+            found.lost.setdefault(name, next(filter(None, lost), "one of the slices"))
+            continue
+        fragments = tuple(part.fragments[name] for part in parts)
+        how = joining(name, [fragment.shape for fragment in fragments], universal)
+        if how is None:
+            found.lost.setdefault(name, "how its tensor-parallel slices go together")
+            continue
+        found.parameters[name] = Parameter(
+            name, origin, fragments[0].dtype, how.shape, fragments, how.dim, how.takes
+        )
+        found.lost.pop(name, None)
+
+
+def _masters_of(grid: Grid, mp: int) -> dict[Origin, _Part]:
+    facts = grid.facts_of(mp)
+    found: dict[Origin, _Part] = {"master": _Part(), "frozen": _Part(), "buffer": _Part()}
+    if facts is None or grid.stage == "0":
+        return found
+    optims = [grid.optims.get((dp, mp)) for dp in range(grid.dp)]
+    files = [_file(optim, (dp, mp), optims) for dp, optim in enumerate(optims)]
+    for number, group in enumerate(facts.groups or ()):
+        label = f"mp{mp}g{number}."
+        flat = [_flat(optim, number) for optim in optims]
+        if grid.stage == "3":
+            found["master"].add(from_shares(group, flat, label=label), files)
+            continue
+        first = next((optim for optim in optims if optim and optim.saved.readable), None)
+        count = _at(first.partitions, number, grid.dp) if first else grid.dp
+        paddings: tuple[int, ...] = _at(first.paddings, number, ()) if first else ()
+        for e, ranks in enumerate(_experts(grid.dp, count)):
+            cutting = from_partitions(
+                group, [flat[r] for r in ranks], paddings=paddings, label=f"{label}e{e}."
+            )
+            local = Cutting(
+                {_global(k, group, e): v for k, v in cutting.fragments.items()},
+                {_global(k, group, e): v for k, v in cutting.lost.items()},
+            )
+            found["master"].add(local, [files[r] for r in ranks])
+    if grid.stage == "3":
+        _add_unsharded(grid, mp, facts, found)
+    return found
+
+
+def _add_unsharded(grid: Grid, mp: int, facts: ModelState, found: dict[Origin, _Part]) -> None:
+    """Add the frozen shares of ZeRO 3, in the module's dtype, and the buffers of one rank."""
+    models = [grid.models.get((dp, mp)) for dp in range(grid.dp)]
+    shares = [model.frozen if model and model.saved.readable else None for model in models]
+    files = [f"zero_pp_rank_{dp}_mp_rank_{mp:02d}_model_states.pt" for dp in range(grid.dp)]
+    cutting = from_fragments(facts.frozen_shapes or {}, shares, label=f"mp{mp}f.")
+    found["frozen"].add(cutting, files)
+    for name in facts.buffers:
+        _whole_into(found["buffer"], name, (facts.module or {}).get(name), facts.saved.shard.name)
+
+
+def _experts(dp: int, count: int) -> list[list[int]]:
+    """Return the ranks over which each expert-parallel rank's group is cut.
+
+    With the default order of ranks; ``use_data_before_expert_parallelism`` changes it.
+    """
+    if count >= dp or count < 1 or dp % count:
+        return [[*range(dp)]]
+    size = dp // count
+    return [[r for r in range(dp) if r % size == e] for e in range(size)]
+
+
+def _global(name: str, group: Mapping[str, Any], e: int) -> str:
+    """Return the name with the global number of an expert: ``param_shapes`` has rank 0's."""
+    found = _EXPERT.search(name)
+    if found is None:
+        return name
+    before = name[: found.end(1)]
+    local = {
+        int(other[2]) for key in group if key.startswith(before) and (other := _EXPERT.search(key))
+    }
+    number = e * len(local) + int(found[2])
+    return f"{before}{number}{name[found.end(2) :]}"
+
+
+def _flat(optim: OptimState | None, number: int) -> StoredTensor | None:
+    return optim.flat[number] if optim and number < len(optim.flat) else None
+
+
+def _at(values: Sequence[Any], number: int, default: Any) -> Any:
+    return values[number] if number < len(values) else default
+
+
+def _file(
+    optim: OptimState | None, place: tuple[int, int], optims: Iterable[OptimState | None]
+) -> str:
+    if optim is not None:
+        return optim.saved.shard.name
+    half = next((other.saved.name.half for other in optims if other), "")
+    return optim_name(place, half)
+
+
+def _module_of(grid: Grid, mp: int) -> dict[Origin, _Part]:
+    found: dict[Origin, _Part] = {origin: _Part() for origin in _MODULE}
+    facts = grid.facts_of(mp)
+    if facts is None:
+        return found
+    if grid.stage == "3":
+        _add_unsharded(grid, mp, facts, found)
+        return found
+    trained = {name for group in facts.groups or () for name in group} | {*facts.shared}
+    for name, stored in (facts.module or {}).items():
+        is_trained = facts.groups is None or name in trained
+        origin: Origin = "training" if is_trained else "frozen"
+        origin = "buffer" if name in facts.buffers else origin
+        _whole_into(found[origin], name, stored, facts.saved.shard.name)
+    return found
+
+
+def _whole_into(part: _Part, name: str, stored: StoredTensor | None, file: str) -> None:
+    fragment = whole_tensor(stored) if stored is not None else None
+    if fragment is None:
+        part.lost[name] = file
+    else:
+        part.fragments[name] = fragment
+
+
+def _add_whole(
+    found: Assembly, tensors: Mapping[str, StoredTensor], origin: Origin, file: str
+) -> None:
+    part = _Part()
+    for name, stored in tensors.items():
+        _whole_into(part, name, stored, file)
+    _join(found, [part], origin, {})
+
+
+def _of_layers(grid: Grid) -> Assembly:
+    """Return the weights of a pipeline: ``{layer}.{name in its file}``, slices joined."""
+    found = Assembly()
+    universal = next((m.universal for m in grid.models.values() if m.universal), {})
+    for _, slices in _by_layer(grid):
+        parts: list[_Part] = []
+        for saved in slices:
+            part = _Part()
+            for name, stored in saved.place(saved.value).tensors.items():
+                _whole_into(part, f"{saved.name.layer}.{name}", stored, saved.shard.name)
+            parts.append(part)
+        _join(found, parts, "training", universal)
+    _name_tied(grid, found)
+    return found
+
+
+def _by_layer(grid: Grid) -> Iterator[tuple[int, list[Any]]]:
+    for layer in sorted({saved.name.layer for saved in grid.layers}):
+        slices = [saved for saved in grid.layers if saved.name.layer == layer]
+        yield layer, sorted(slices, key=lambda saved: saved.name.mp)
+
+
+def _name_tied(grid: Grid, found: Assembly) -> None:
+    """Give tied weights their own name, ``tied_modules.{key}.…``, where only one fits.
+
+    A file has them under the first layer that uses them.
+    """
+    groups = [g for mp in range(grid.mp) if (f := grid.facts_of(mp)) for g in f.groups or ()]
+    wanted = {name: shape for group in groups for name, shape in group.items()}
+    homeless = [name for name in wanted if name not in found.parameters]
+    unknown = [name for name in found.parameters if wanted and name not in wanted]
+    for name in homeless:
+        rest = name.split(".", 2)[-1]
+        fits = [
+            other
+            for other in unknown
+            if other.split(".", 1)[-1] == rest and found.parameters[other].shape == wanted[name]
+        ]
+        if len(fits) == 1:
+            found.parameters[name] = found.parameters.pop(fits[0])._replace(name=name)
+            unknown.remove(fits[0])

@@ -1,0 +1,74 @@
+"""``Structure``: what a DeepSpeed checkpoint is and holds, from names and headers alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from modelquirks.planner.finding import Finding
+from modelquirks.plugins.deepspeed.assemble import masters, tied, training
+from modelquirks.plugins.deepspeed.checks import check
+from modelquirks.plugins.deepspeed.files import Folder, locate
+from modelquirks.plugins.deepspeed.grid import Grid, read_grid
+from modelquirks.plugins.deepspeed.parameter import Parameter
+from modelquirks.plugins.deepspeed.universal import read_universal
+
+__all__ = ["Structure", "read_structure"]
+
+
+@dataclass(frozen=True, eq=False)
+class Structure:
+    """One saved state. The parameters are those whose bytes are all there."""
+
+    folder: Folder
+    grid: Grid
+    masters: Mapping[str, Parameter]
+    """In fp32; of ZeRO 3 and universal ones also what was frozen, and the buffers."""
+    training: Mapping[str, Parameter]
+    """In the module's dtype, complete for all but ZeRO 3."""
+    ties: Mapping[str, str]
+    """Name under which each name that shares a parameter is stored."""
+    lost_masters: Mapping[str, str]
+    """By name: the file that lacks, or what else is not known."""
+    lost_training: Mapping[str, str]
+    findings: tuple[Finding, ...]
+
+    def best(self) -> dict[str, Parameter]:
+        """Return every tensor of the model as exactly as it is stored: masters, then the rest.
+
+        A tied name gives the parameter that it shares.
+        """
+        found = {**self.training, **self.masters}
+        for duplicate, name in self.ties.items():
+            if name in found:
+                found[duplicate] = found[name]
+        return found
+
+
+def read_structure(path: str | Path, *, tag: str | None = None) -> Structure:
+    """Read the names and headers of a checkpoint; nothing in it is executed.
+
+    *path* is the folder with ``latest`` in it, or that of a tag. Raises CheckpointError if there
+    is no such state; what is wrong with its files are findings.
+    """
+    folder = locate(Path(path), tag)
+    grid = read_grid(folder.path)
+    if folder.universal:
+        whole, universal_findings = read_universal(folder.path, grid)
+    else:
+        whole, universal_findings = masters(grid), ()
+    weights = training(grid)
+    found = (*folder.findings, *universal_findings)
+    if not folder.universal:
+        found = (*found, *check(grid, tag=folder.tag, masters=whole, training=weights))
+    return Structure(
+        folder=folder,
+        grid=grid,
+        masters=whole.parameters,
+        training=weights.parameters,
+        ties=tied(grid),
+        lost_masters=whole.lost,
+        lost_training=weights.lost,
+        findings=found,
+    )
