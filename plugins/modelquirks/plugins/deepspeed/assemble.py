@@ -152,7 +152,9 @@ def _add_unsharded(grid: Grid, mp: int, facts: ModelState, found: dict[Origin, _
     cutting = from_fragments(facts.frozen_shapes or {}, shares, label=f"mp{mp}f.")
     found["frozen"].add(cutting, files)
     for name in facts.buffers:
-        _whole_into(found["buffer"], name, (facts.module or {}).get(name), facts.saved.shard.name)
+        stored = (facts.module or {}).get(name)
+        file, label = facts.saved.shard.name, _rank_label(grid, mp)
+        _whole_into(found["buffer"], name, stored, file, label=label)
 
 
 def _experts(dp: int, count: int) -> list[list[int]]:
@@ -209,12 +211,21 @@ def _module_of(grid: Grid, mp: int) -> dict[Origin, _Part]:
         is_trained = facts.groups is None or name in trained
         origin: Origin = "training" if is_trained else "frozen"
         origin = "buffer" if name in facts.buffers else origin
-        _whole_into(found[origin], name, stored, facts.saved.shard.name)
+        file, label = facts.saved.shard.name, _rank_label(grid, mp)
+        _whole_into(found[origin], name, stored, file, label=label)
     return found
 
 
-def _whole_into(part: _Part, name: str, stored: StoredTensor | None, file: str) -> None:
-    fragment = whole_tensor(stored) if stored is not None else None
+def _rank_label(grid: Grid, mp: int) -> str:
+    """Return what tells a slice from those of other ranks; nothing where there are none."""
+    return f"@mp{mp}" if grid.mp > 1 else ""
+
+
+def _whole_into(
+    part: _Part, name: str, stored: StoredTensor | None, file: str, *, label: str = ""
+) -> None:
+    """Add a stored tensor that is all of *name*, with *label* behind its name as a piece."""
+    fragment = whole_tensor(stored, name=f"{name}{label}") if stored is not None else None
     if fragment is None:
         part.lost[name] = file
     else:
@@ -238,8 +249,10 @@ def _of_layers(grid: Grid) -> Assembly:
         parts: list[_Part] = []
         for saved in slices:
             part = _Part()
+            label = f"@tp{saved.name.mp}" if len(slices) > 1 else ""
             for name, stored in saved.place(saved.value).tensors.items():
-                _whole_into(part, f"{saved.name.layer}.{name}", stored, saved.shard.name)
+                whole = f"{saved.name.layer}.{name}"
+                _whole_into(part, whole, stored, saved.shard.name, label=label)
             parts.append(part)
         _join(found, parts, "training", universal)
     _name_tied(grid, found)
@@ -271,3 +284,7 @@ def _name_tied(grid: Grid, found: Assembly) -> None:
         if len(fits) == 1:
             found.parameters[name] = found.parameters.pop(fits[0])._replace(name=name)
             unknown.remove(fits[0])
+        else:
+            layer = name.split(".", 1)[0]
+            file = f"layer_{int(layer):02d}-model_states.pt" if layer.isdecimal() else "its layer"
+            found.lost.setdefault(name, file)

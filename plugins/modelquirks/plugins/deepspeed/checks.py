@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from modelquirks.planner.finding import Finding, shown
 from modelquirks.plugins.deepspeed.assemble import Assembly
 from modelquirks.plugins.deepspeed.grid import Grid
+from modelquirks.plugins.deepspeed.loads import can_load, listed
 from modelquirks.plugins.deepspeed.order import check_order
 from modelquirks.plugins.deepspeed.sizes import check_sizes
 from modelquirks.plugins.deepspeed.states import ModelState, OptimState
@@ -20,26 +21,26 @@ __all__ = ["check"]
 _State = TypeVar("_State", ModelState, OptimState, ModelState | OptimState)
 
 
-def check(grid: Grid, *, tag: str, masters: Assembly, training: Assembly) -> tuple[Finding, ...]:
+def check(
+    grid: Grid, *, tag: str, masters: Assembly, training: Assembly, universal: bool = False
+) -> tuple[Finding, ...]:
     """Return what is to be said, with the names of files and parameters; the last says what loads.
 
     Source of the questions: what ``engine.load_checkpoint`` and ``zero_to_fp32.py`` of DeepSpeed
-    0.19.8 pass over in silence, or answer without a name.
+    0.19.8 pass over in silence, or answer without a name. *universal*: there are no ranks to check.
     """
     found = [
         *_of_files(grid),
-        *_missing(grid),
+        *_missing(grid, training),
         *_extra(grid),
         *_written_as(grid),
         *_copies(grid),
         *_one_save(grid, tag),
-        *_stages(grid),
-        *check_sizes(grid),
-        *check_order(grid),
-        *_excluded(grid),
-        *_uncovered(grid, masters, training),
     ]
-    return (*found, _loads(grid, found, masters, training))
+    if not universal:
+        found += (*_stages(grid), *check_sizes(grid), *check_order(grid), *_excluded(grid))
+    found += _uncovered(grid, masters, training)
+    return (*found, can_load(grid, found, masters, training))
 
 
 def _of_files(grid: Grid) -> Iterator[Finding]:
@@ -53,20 +54,26 @@ def _of_files(grid: Grid) -> Iterator[Finding]:
         yield from saved.place(saved.value).findings
 
 
-def _missing(grid: Grid) -> Iterator[Finding]:
+def _missing(grid: Grid, training: Assembly) -> Iterator[Finding]:
     if grid.missing:
         text = (
-            f"missing of {grid.dp} data-parallel × {grid.mp} model-parallel ranks: "
+            f"missing of {grid.dp} data-parallel by {grid.mp} model-parallel ranks: "
             f"{shown(grid.missing)}. Copy them from the machines that wrote them."
         )
         yield Finding("rank-missing", "error", text)
+    layers = {reason for reason in training.lost.values() if reason.startswith("layer_")}
+    absent = sorted(layers - {saved.name.name for saved in grid.layers})
+    if absent:
+        names = [name for name, reason in training.lost.items() if reason in absent]
+        text = f"missing files of layers: {shown(absent)}, with {shown(names)}."
+        yield Finding("layer-missing", "error", text)
 
 
 def _extra(grid: Grid) -> Iterator[Finding]:
     if grid.extra:
         text = (
             f"{len(grid.extra)} files are of another save than the rest, and are left out: "
-            f"{shown(grid.extra)} (this one has {grid.dp} data-parallel × {grid.mp} "
+            f"{shown(grid.extra)} (this one has {grid.dp} data-parallel by {grid.mp} "
             "model-parallel ranks). Move them away before DeepSpeed loads this folder."
         )
         yield Finding("stale-files", "warning", text)
@@ -81,7 +88,7 @@ def _written_as(grid: Grid) -> Iterator[Finding]:
         and saved.written_as._replace(half="", name="") != saved.name._replace(half="", name="")
     ]
     if wrong:
-        text = f"files have changed names: {_listed(wrong)}. Give them back the names they had."
+        text = f"files have changed names: {listed(wrong)}. Give them back the names they had."
         yield Finding("rank-swapped", "error", text)
 
 
@@ -129,7 +136,7 @@ def _equal(states: Iterable[_State], key: str, of: Callable[[_State], object]) -
     if odd:
         values = [f"{state.saved.name.name!r}: {str(value)[:60]}" for state, value in odd]
         text = (
-            f"{key!r} differs between files of one save: {_listed(values)}; the others have "
+            f"{key!r} differs between files of one save: {listed(values)}; the others have "
             f"{usual[0][0][:60]}. They are of different runs or steps."
         )
         yield Finding("mixed-saves", "error", text)
@@ -139,7 +146,7 @@ def _stages(grid: Grid) -> Iterator[Finding]:
     said = {o.saved.name.name: o.stage for o in grid.optims.values() if o.saved.readable}
     odd = [f"{name!r} is of ZeRO {stage}" for name, stage in said.items() if stage != grid.stage]
     if odd:
-        text = f"the files of masters disagree: {_listed(odd)}, the others are of {grid.stage}."
+        text = f"the files of masters disagree: {listed(odd)}, the others are of {grid.stage}."
         yield Finding("mixed-saves", "error", text)
     asked = next((_asked(m) for m in grid.models.values() if _asked(m)), "")
     if asked and grid.stage in "123" and asked != grid.stage:
@@ -197,46 +204,3 @@ def _uncovered(grid: Grid, masters: Assembly, training: Assembly) -> Iterator[Fi
                 "them out without a word."
             )
             yield Finding("frozen-no-master", "info", text)
-
-
-def _loads(grid: Grid, found: Iterable[Finding], masters: Assembly, training: Assembly) -> Finding:
-    """Sum up: which weights can be had, and from which files."""
-    wrong = {finding.code for finding in found if finding.severity == "error"}
-    doubtful = wrong & {"rank-swapped", "rank-copied", "order", "group-size", "mixed-saves"}
-    texts = [_training_text(grid, training), _master_text(grid, masters, doubtful=bool(doubtful))]
-    return Finding("can-load", "info", f"{'; '.join(texts)}.")
-
-
-def _training_text(grid: Grid, training: Assembly) -> str:
-    if grid.stage == "3":
-        return "training weights: no, ZeRO 3 keeps them in no file"
-    if training.lost or not training.parameters:
-        return f"training weights: {len(training.parameters)}, lacking {_lacking(training)}"
-    return f"training weights: yes, all {len(training.parameters)}, from the model files alone"
-
-
-def _master_text(grid: Grid, masters: Assembly, *, doubtful: bool) -> str:
-    if grid.stage == "0":
-        return "fp32 masters: none, the training weights are all there is"
-    if not masters.parameters:
-        return f"fp32 masters: no, lacking {_lacking(masters)}"
-    if doubtful:
-        return "fp32 masters: not to be trusted, values may be under wrong names"
-    if masters.lost:
-        return (
-            f"fp32 masters: {len(masters.parameters)} of "
-            f"{len(masters.parameters) + len(masters.lost)}, lacking {_lacking(masters)}"
-        )
-    return f"fp32 masters: yes, all {len(masters.parameters)}"
-
-
-def _lacking(assembly: Assembly) -> str:
-    if not assembly.lost:
-        return "the model files, which have the names"
-    reasons = [f"{name!r} ({reason})" for name, reason in assembly.lost.items()]
-    return _listed(reasons)
-
-
-def _listed(texts: list[str]) -> str:
-    more = f" … and {len(texts) - 10} more" if len(texts) > 10 else ""
-    return f"{', '.join(texts[:10])}{more}"

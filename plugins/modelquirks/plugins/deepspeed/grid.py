@@ -63,11 +63,12 @@ class Grid:
         return next((self.models[p] for p in there if self.models[p].saved.readable), None)
 
 
-def read_grid(folder: Path) -> Grid:
+def read_grid(folder: Path, *, universal: bool = False) -> Grid:
     """Read the facts of all files in *folder* and say which ranks wrote it.
 
     Counts of ranks come from what the model files say, by majority; if none can be read, from the
     names. The stage comes from the files of masters; without them from the form of the model files.
+    A *universal* checkpoint has no files of masters.
     """
     listed = list_states(folder)
     zero3 = _is_zero3(listed)
@@ -95,7 +96,11 @@ def read_grid(folder: Path) -> Grid:
         optims={_place(s): s for s in optims if _place(s) in inside},
         layers=tuple(read_saved(folder, n) for n in listed if n.kind == "layer"),
         experts=tuple(read_saved(folder, n) for n in listed if n.kind == "expert"),
-        missing=tuple(_missing(listed, models, (dp, mp), stage=stage, half=half)),
+        missing=tuple(
+            name
+            for name in _missing(listed, models, (dp, mp), stage=stage, half=half)
+            if not (universal and name.endswith("optim_states.pt"))
+        ),
         extra=tuple(extra),
     )
 

@@ -55,11 +55,11 @@ class Parameter(NamedTuple):
             yield from self.fragments[number].pieces
 
 
-def whole_tensor(stored: StoredTensor) -> Fragment | None:
-    """Return a stored tensor as a fragment; None if its bytes are not there."""
+def whole_tensor(stored: StoredTensor, *, name: str) -> Fragment | None:
+    """Return a stored tensor as a fragment, called *name*; None if its bytes are not there."""
     if stored.begin is None or stored.dtype is None or stored.shape is None:
         return None
-    return Fragment(stored.dtype, stored.shape, (stored,))
+    return Fragment(stored.dtype, stored.shape, (stored._replace(name=name),))
 
 
 def cut(flat: StoredTensor, start: int, stop: int, *, name: str) -> StoredTensor:

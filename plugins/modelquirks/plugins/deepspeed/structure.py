@@ -53,15 +53,13 @@ def read_structure(path: str | Path, *, tag: str | None = None) -> Structure:
     is no such state; what is wrong with its files are findings.
     """
     folder = locate(Path(path), tag)
-    grid = read_grid(folder.path)
+    grid = read_grid(folder.path, universal=folder.universal)
     if folder.universal:
         whole, universal_findings = read_universal(folder.path, grid)
     else:
         whole, universal_findings = masters(grid), ()
     weights = training(grid)
-    found = (*folder.findings, *universal_findings)
-    if not folder.universal:
-        found = (*found, *check(grid, tag=folder.tag, masters=whole, training=weights))
+    said = check(grid, tag=folder.tag, masters=whole, training=weights, universal=folder.universal)
     return Structure(
         folder=folder,
         grid=grid,
@@ -70,5 +68,5 @@ def read_structure(path: str | Path, *, tag: str | None = None) -> Structure:
         ties=tied(grid),
         lost_masters=whole.lost,
         lost_training=weights.lost,
-        findings=found,
+        findings=(*folder.findings, *universal_findings, *said),
     )
