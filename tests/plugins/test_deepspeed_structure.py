@@ -316,9 +316,8 @@ def affine(logical: list[int], pieces: list[list[tuple[int, int, int]]], dim: in
             shape = [*logical]
             shape[dim] = length
             source = [at * step[0][dim], step[0]]
-            listed.append(
-                {"shape": shape, "source": source, "dest": [start * step[1][dim], step[1]]}
-            )
+            dest = [start * step[1][dim], step[1]]
+            listed.append({"shape": shape, "source": source, "dest": dest})
         ranks[number] = {"shard_shape": shard, "pieces": listed}
     return {"affine_map": {"params": {"^w$": {"logical_shape": logical, "ranks": ranks}}}}
 
@@ -370,19 +369,22 @@ def test_what_is_not_told_is_not_guessed(info: Mapping[str, object]) -> None:
     assert joining("w", [(4, 6), (4, 6)], info) is None
 
 
-def test_recipes_name_each_piece_once() -> None:
-    structure = read_structure(DATA / "autotp2_zero1")
-    named = [
-        leaf.name.format()
-        for parameter in structure.masters.values()
-        for leaf in sources(recipe(parameter))
-    ]
-    assert len(named) == len({*named})
-    pieces = sorted(
-        (piece.shard, piece.begin, piece.end)
+@pytest.mark.parametrize("case", CASES)
+def test_pieces_have_names_of_their_own_and_masters_do_not_overlap(case: str) -> None:
+    structure = read_structure(DATA / case)
+    for found in (structure.masters, structure.training):
+        inside = {piece for parameter in found.values() for piece in parameter.pieces}
+        assert len({piece.name for piece in inside}) == len(inside)
+    masters = sorted(
+        (piece.shard, piece.begin or 0, piece.end or 0)
         for parameter in structure.masters.values()
         for piece in parameter.pieces
     )
-    assert all(
-        one[0] != other[0] or (one[2] or 0) <= (other[1] or 0) for one, other in pairwise(pieces)
-    )
+    assert all(one[0] != other[0] or one[2] <= other[1] for one, other in pairwise(masters))
+
+
+def test_a_recipe_is_the_pieces_joined_and_reshaped() -> None:
+    made = recipe(read_structure(DATA / "zero3_fp32").masters["lin1.weight"])
+    assert isinstance(made, Reshape) and made.shape == (7, 6)
+    names = [leaf.name for leaf in sources(made)]
+    assert names == ["lin1.weight@mp0g0.0", "lin1.weight@mp0g0.1"]

@@ -54,6 +54,7 @@ def read_universal(folder: Path, grid: Grid) -> tuple[Assembly, tuple[Finding, .
     for name, parameter in beside.parameters.items():
         found.parameters.setdefault(name, parameter)
     lacking = [name for name in shapes if name not in found.parameters and name not in found.lost]
+    found.lost |= {name: f"zero/{name}/fp32.pt" for name in lacking}
     if lacking:
         text = f"'zero' has no folder for {len(lacking)} trained parameters: {shown(lacking)}."
         findings.append(Finding("parameter-missing", "error", text))
