@@ -293,7 +293,63 @@ def test_slices_are_joined_by_patterns_where_there_is_no_affine_map(
     }
 
 
+@pytest.mark.parametrize("case", ["zero1_bf16", "zero2_fp32", "pipeline_pp2_zero1"])
+def test_masters_are_found_without_param_shapes(case: str, copied: Callable[[str], Path]) -> None:
+    # As BF16_Optimizer has it with ZeRO 0: order and sizes are in the files of masters only.
+    folder = copied(case)
+    expected = read_structure(folder)
+    for path in folder.glob("mp_rank*"):
+        edit(path, lambda state: state.update(param_shapes=None))
+    found = read_structure(folder)
+    assert found.masters == expected.masters
+    assert {*found.training} == {*expected.training}
+    assert errors(found) == []
+
+
+def test_ranks_of_experts_in_another_order_are_not_guessed(
+    copied: Callable[[str], Path],
+) -> None:
+    folder = copied("moe_ep2_zero2")
+    edit(
+        folder / MODEL,
+        lambda state: state["ds_config"].update(use_data_before_expert_parallelism=True),
+    )
+    structure = read_structure(folder)
+    assert "order of ranks" in structure.lost_masters[f"{OWN}.0.0.weight"]
+    assert "emb.weight" in structure.masters and len(structure.training) == 20
+
+
 # ---- files that are broken
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("param_shapes", [7, {1: 2}, {"a": (1, -1)}]),
+        ("param_shapes", {"a": 1}),
+        ("module", [1, 2]),
+        ("module", {"emb.weight": 3}),
+        ("shared_params", {"head.weight": ["emb.weight"]}),
+        ("frozen_param_shapes", [1]),
+        ("frozen_param_fragments", {"frozen.weight": None}),
+        ("dp_world_size", 10**12),
+        ("mp_world_size", "two"),
+        ("mp_world_size", 1 << 16),
+        ("buffer_names", 5),
+        ("ds_config", []),
+        ("checkpoint_parallel_dimensions", {"pp_degree": 0, "tp_degree": 0}),
+        ("num_experts", [10**12]),
+        ("universal_checkpoint_info", {"affine_map": {"params": [1]}}),
+    ],
+)
+@pytest.mark.parametrize("case", ["zero2_fp32", "zero3_fp32"])
+def test_nonsense_in_a_model_file_is_no_crash(
+    case: str, key: str, value: Any, copied: Callable[[str], Path]
+) -> None:
+    folder = copied(case)
+    for path in folder.glob("*model_states.pt"):
+        edit(path, lambda state: state.update({key: value}))
+    assert last(read_structure(folder)).message
 
 
 @pytest.mark.parametrize(

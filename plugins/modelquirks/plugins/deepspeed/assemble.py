@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from modelquirks.planner.checkpoint.manifest import StoredTensor
+from modelquirks.plugins.deepspeed.accounts import groups_of
 from modelquirks.plugins.deepspeed.grid import Grid, optim_name
 from modelquirks.plugins.deepspeed.parameter import Fragment, Origin, Parameter, whole_tensor
 from modelquirks.plugins.deepspeed.pieces import (
@@ -121,7 +122,7 @@ def _masters_of(grid: Grid, mp: int) -> dict[Origin, _Part]:
         return found
     optims = [grid.optims.get((dp, mp)) for dp in range(grid.dp)]
     files = [_file(optim, (dp, mp), optims) for dp, optim in enumerate(optims)]
-    for number, group in enumerate(facts.groups or ()):
+    for number, group in enumerate(groups_of(grid, mp)):
         label = f"mp{mp}g{number}."
         flat = [_flat(optim, number) for optim in optims]
         if grid.stage == "3":
@@ -130,6 +131,10 @@ def _masters_of(grid: Grid, mp: int) -> dict[Origin, _Part]:
         first = next((optim for optim in optims if optim and optim.saved.readable), None)
         count = _at(first.partitions, number, grid.dp) if first else grid.dp
         paddings: tuple[int, ...] = _at(first.paddings, number, ()) if first else ()
+        if count < grid.dp and facts.config.get("use_data_before_expert_parallelism"):
+            reason = "the order of ranks under use_data_before_expert_parallelism"
+            found["master"].lost |= dict.fromkeys(group, reason)
+            continue
         for e, ranks in enumerate(_experts(grid.dp, count)):
             cutting = from_partitions(
                 group, [flat[r] for r in ranks], paddings=paddings, label=f"{label}e{e}."
@@ -270,7 +275,7 @@ def _name_tied(grid: Grid, found: Assembly) -> None:
 
     A file has them under the first layer that uses them.
     """
-    groups = [g for mp in range(grid.mp) if (f := grid.facts_of(mp)) for g in f.groups or ()]
+    groups = [group for mp in range(grid.mp) for group in groups_of(grid, mp)]
     wanted = {name: shape for group in groups for name, shape in group.items()}
     homeless = [name for name in wanted if name not in found.parameters]
     unknown = [name for name in found.parameters if wanted and name not in wanted]

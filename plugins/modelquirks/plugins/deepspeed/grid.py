@@ -19,6 +19,9 @@ from modelquirks.plugins.deepspeed.states import (
 
 __all__ = ["Grid", "Place", "optim_name", "read_grid"]
 
+_MAX_RANKS = 1 << 16
+"""A file that speaks of more is not believed."""
+
 Place = tuple[int, int]
 """Data-parallel and model-parallel rank."""
 
@@ -78,8 +81,11 @@ def read_grid(folder: Path, *, universal: bool = False) -> Grid:
     optims = [
         optim_state(read_saved(folder, n)) for n in listed if n.kind == "optim" and n.half == half
     ]
-    dp = _count(models, "dp_world_size", [n.dp for n in listed if n.kind in ("optim", wanted)])
-    mp = _count(models, "mp_world_size", [n.mp for n in listed if n.kind in ("optim", wanted)])
+    ranks = [name for name in listed if name.kind in ("optim", wanted)]
+    dp = _count(models, "dp_world_size", [name.dp for name in ranks])
+    mp = _count(models, "mp_world_size", [name.mp for name in ranks])
+    if dp * mp > _MAX_RANKS:
+        dp, mp = _by_names(name.dp for name in ranks), _by_names(name.mp for name in ranks)
     pp, tp = _degrees(models, mp, piped=any(n.kind == "layer" for n in listed))
     inside = set(_places(dp, mp))
     states: list[ModelState | OptimState] = [*models, *optims]
@@ -132,8 +138,12 @@ def _half(models: Iterable[ModelState], listed: Iterable[StateName]) -> str:
 
 
 def _count(models: Iterable[ModelState], key: str, ranks: Iterable[int]) -> int:
-    said = Counter(number for model in models if (number := model.number(key)))
-    return said.most_common(1)[0][0] if said else max(ranks, default=0) + 1
+    said = Counter(n for model in models if (n := model.number(key)) and n <= _MAX_RANKS)
+    return said.most_common(1)[0][0] if said else _by_names(ranks)
+
+
+def _by_names(ranks: Iterable[int]) -> int:
+    return min(max(ranks, default=0) + 1, _MAX_RANKS)
 
 
 def _degrees(models: Iterable[ModelState], mp: int, *, piped: bool) -> Place:
@@ -147,7 +157,7 @@ def _degrees(models: Iterable[ModelState], mp: int, *, piped: bool) -> Place:
 
 
 def _stage(models: Iterable[ModelState], optims: Iterable[OptimState], *, zero3: bool) -> Stage:
-    said = Counter(optim.stage for optim in optims if optim.saved.readable)
+    said: Counter[Stage] = Counter(optim.stage for optim in optims if optim.saved.readable)
     if said:
         return said.most_common(1)[0][0]
     if zero3:
@@ -192,6 +202,6 @@ def _missing_experts(listed: Iterable[StateName], models: Iterable[ModelState]) 
     there = {(name.layer, name.expert) for name in listed if name.kind == "expert"}
     counts = next((m.facts.get("num_experts") for m in models if m.saved.readable), None)
     for layer, count in enumerate(counts if isinstance(counts, list) else []):
-        for expert in range(count if type(count) is int else 0):
+        for expert in range(count if type(count) is int and count <= _MAX_RANKS else 0):
             if (layer, expert) not in there and (-1, expert) not in there:
                 yield f"layer_{layer}_expert_{expert}_mp_rank_00_model_states.pt"
