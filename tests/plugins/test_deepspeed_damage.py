@@ -1,6 +1,7 @@
 """Damaged DeepSpeed checkpoints: each fault is named before anything is loaded."""
 
 import shutil
+import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -191,6 +192,25 @@ def test_a_rank_of_another_step_is_told(copied: Callable[[str], Path]) -> None:
     edit(folder / MODEL_3.format(1), lambda state: state.update(global_steps=7))
     text = said(read_structure(folder), "mixed-saves")
     assert "'global_steps' differs" in text and f"'{MODEL_3.format(1)}': 7" in text
+
+
+@pytest.mark.parametrize("case", ["zero2_fp32", "zero3_fp32", "zero1_bf16"])
+def test_masters_of_another_step_are_told(case: str, copied: Callable[[str], Path]) -> None:
+    # As a save leaves them that was broken off in a folder of an older one: all else is the same.
+    folder = copied(case)
+    (path,) = folder.glob(f"*{OPTIM.format(1)}")
+    stepped = read_structure(folder).grid.optims[1, 0]
+    assert stepped.step == 3
+    content = bytearray(path.read_bytes())
+    inner = stepped.saved.value["optimizer_state_dict"]
+    inner = inner["optimizer_state_dict" if case == "zero3_fp32" else "base_optimizer_state"]
+    for group in inner["state"].values():
+        begin = stepped.saved.place({"step": group["step"]}).tensors["step"].begin
+        assert begin is not None
+        content[begin : begin + 4] = struct.pack("<f", 2)
+    path.write_bytes(content)
+    text = said(read_structure(folder), "mixed-saves")
+    assert "'step of the optimizer' differs" in text and f"{path.name!r}: 2.0" in text
 
 
 def test_a_folder_that_was_renamed_is_told(copied: Callable[[str], Path]) -> None:

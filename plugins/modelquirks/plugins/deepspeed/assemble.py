@@ -17,6 +17,7 @@ from modelquirks.plugins.deepspeed.pieces import (
     from_partitions,
     from_shares,
 )
+from modelquirks.plugins.deepspeed.saved import Shapes
 from modelquirks.plugins.deepspeed.slices import joining
 from modelquirks.plugins.deepspeed.states import ModelState, OptimState
 
@@ -116,37 +117,49 @@ def _join(
 
 
 def _masters_of(grid: Grid, mp: int) -> dict[Origin, _Part]:
-    facts = grid.facts_of(mp)
     found: dict[Origin, _Part] = {"master": _Part(), "frozen": _Part(), "buffer": _Part()}
+    facts = grid.facts_of(mp)
     if facts is None or grid.stage == "0":
         return found
-    optims = [grid.optims.get((dp, mp)) for dp in range(grid.dp)]
-    files = [_file(optim, (dp, mp), optims) for dp, optim in enumerate(optims)]
-    for number, group in enumerate(groups_of(grid, mp)):
-        label = f"mp{mp}g{number}."
+    if grid.stage != "3":
+        for number, group in enumerate(groups_of(grid, mp)):
+            _add_partitions(grid, (mp, number), group, found["master"])
+        return found
+    optims, files = _ranks_of(grid, mp)
+    for number, group in enumerate(facts.groups or ()):
         flat = [_flat(optim, number) for optim in optims]
-        if grid.stage == "3":
-            found["master"].add(from_shares(group, flat, label=label), files)
-            continue
-        first = next((optim for optim in optims if optim and optim.saved.readable), None)
-        count = _at(first.partitions, number, grid.dp) if first else grid.dp
-        paddings: tuple[int, ...] = _at(first.paddings, number, ()) if first else ()
-        if count < grid.dp and facts.config.get("use_data_before_expert_parallelism"):
-            reason = "the order of ranks under use_data_before_expert_parallelism"
-            found["master"].lost |= dict.fromkeys(group, reason)
-            continue
-        for e, ranks in enumerate(_experts(grid.dp, count)):
-            cutting = from_partitions(
-                group, [flat[r] for r in ranks], paddings=paddings, label=f"{label}e{e}."
-            )
-            local = Cutting(
-                {_global(k, group, e): v for k, v in cutting.fragments.items()},
-                {_global(k, group, e): v for k, v in cutting.lost.items()},
-            )
-            found["master"].add(local, [files[r] for r in ranks])
-    if grid.stage == "3":
-        _add_unsharded(grid, mp, facts, found)
+        found["master"].add(from_shares(group, flat, label=f"mp{mp}g{number}."), files)
+    _add_unsharded(grid, mp, facts, found)
     return found
+
+
+def _ranks_of(grid: Grid, mp: int) -> tuple[list[OptimState | None], list[str]]:
+    """Return the files of masters of a model-parallel rank, None if not there, and their names."""
+    optims = [grid.optims.get((dp, mp)) for dp in range(grid.dp)]
+    return optims, [_file(optim, (dp, mp), optims) for dp, optim in enumerate(optims)]
+
+
+def _add_partitions(grid: Grid, place: tuple[int, int], group: Shapes, found: _Part) -> None:
+    """Add a group of ZeRO 1 or 2; *place*: model-parallel rank and number of the group."""
+    mp, number = place
+    facts = grid.facts_of(mp)
+    optims, files = _ranks_of(grid, mp)
+    flat = [_flat(optim, number) for optim in optims]
+    first = next((optim for optim in optims if optim and optim.saved.readable), None)
+    count = _at(first.partitions, number, grid.dp) if first else grid.dp
+    paddings: tuple[int, ...] = _at(first.paddings, number, ()) if first else ()
+    if count < grid.dp and facts and facts.config.get("use_data_before_expert_parallelism"):
+        reason = "the order of ranks under use_data_before_expert_parallelism"
+        found.lost |= dict.fromkeys(group, reason)
+        return
+    for e, ranks in enumerate(_experts(grid.dp, count)):
+        parts = [flat[rank] for rank in ranks]
+        cutting = from_partitions(group, parts, paddings=paddings, label=f"mp{mp}g{number}.e{e}.")
+        named = Cutting(
+            {_global(name, group, e): made for name, made in cutting.fragments.items()},
+            {_global(name, group, e): lost for name, lost in cutting.lost.items()},
+        )
+        found.add(named, [files[rank] for rank in ranks])
 
 
 def _add_unsharded(grid: Grid, mp: int, facts: ModelState, found: dict[Origin, _Part]) -> None:

@@ -112,6 +112,7 @@ def _one_save(grid: Grid, tag: str) -> Iterator[Finding]:
     both: list[ModelState | OptimState] = [*models, *optims]
     yield from _equal(both, "ds_version", _version)
     yield from _equal(both, "ds_config", lambda state: _text(state.config) or None)
+    yield from _equal(optims, "step of the optimizer", lambda optim: optim.step)
     steps = next((n for m in models if (n := m.number("global_steps")) is not None), None)
     named = re.fullmatch(r"global_step(\d+)", tag)
     if named and steps is not None and int(named[1]) != steps:

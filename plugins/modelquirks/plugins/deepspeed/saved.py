@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +22,8 @@ __all__ = ["Placed", "SavedState", "mapping", "names", "read_saved", "shapes", "
 
 Shapes = Mapping[str, tuple[int, ...]]
 
+_SCALARS = {"F32": "<f", "F64": "<d", "I32": "<i", "I64": "<q"}
+
 
 class Placed(NamedTuple):
     """Tensors by name, and what is wrong with those whose bytes are not there."""
@@ -39,6 +42,7 @@ class SavedState:
     value: Mapping[Any, Any] = field(default_factory=dict)
     findings: tuple[Finding, ...] = ()
     content: TorchContent | None = None
+    path: Path = Path()
     written_as: StateName | None = None
     """The name that it had when ``torch.save`` wrote it, where the file tells."""
 
@@ -61,6 +65,21 @@ class SavedState:
         }
         return Placed(placed, (*beyond, *record_findings(self.shard.name, faults, records)))
 
+    def number(self, value: Any) -> float | None:
+        """Return a number, or that in a tensor of one element, which alone is read; else None."""
+        if isinstance(value, int | float):
+            return float(value)
+        stored = self.place({"": value}).tensors.get("")
+        if stored is None or stored.begin is None or stored.dtype not in _SCALARS:
+            return None
+        form = struct.Struct(_SCALARS[stored.dtype])
+        if stored.nbytes != form.size:
+            return None
+        with self.path.open("rb") as file:
+            file.seek(stored.begin)
+            content = file.read(form.size)
+        return float(form.unpack(content)[0]) if len(content) == form.size else None
+
 
 def read_saved(folder: Path, name: StateName, *, shard: str = "") -> SavedState:
     """Return the content of a file in *folder*. Never raises for what is in it.
@@ -80,7 +99,8 @@ def read_saved(folder: Path, name: StateName, *, shard: str = "") -> SavedState:
         found = (*found, Finding("state-invalid", "error", text))
         value = {}
     written_as = parsed(f"{content.written_as}.pt")
-    return SavedState(name, content.shard, value, found, content, written_as)
+    path = folder / name.name
+    return SavedState(name, content.shard, value, found, content, path, written_as)
 
 
 def mapping(value: Any) -> Mapping[Any, Any]:

@@ -27,6 +27,10 @@ Stage = Literal["0", "1", "2", "3", "bf16", "unknown"]
 """Of ZeRO; ``bf16``: the class BF16_Optimizer, which writes no stage and keeps its padding."""
 
 
+_INNER = "base_optimizer_state"
+_MAX_STEPS = 64  # all are alike; one of them may never have been trained
+
+
 class Address(NamedTuple):
     """The part of a parameter that one rank holds, in elements of its flat group."""
 
@@ -73,6 +77,8 @@ class OptimState(NamedTuple):
     """Elements behind each parameter of each group, ``()`` for none."""
     slices: tuple[Mapping[str, Address], ...] | None
     """The rank's own account of what it holds, by group; ZeRO 3 has none."""
+    step: float | None
+    """Steps that the optimizer has made, by its own count."""
     config: Mapping[str, Any]
     version: str
     findings: tuple[Finding, ...] = ()
@@ -120,6 +126,7 @@ def optim_state(saved: SavedState) -> OptimState:
         partitions=_numbers(count if isinstance(count, list | tuple) else [count]),
         paddings=tuple(map(_numbers, paddings)) if isinstance(paddings, list) else (),
         slices=tuple(map(_addresses, slices)) if isinstance(slices, list) else None,
+        step=_step(saved, state),
         config=mapping(saved.value.get("ds_config")),
         version=version if isinstance(version, str) else "",
         findings=placed.findings,
@@ -133,6 +140,16 @@ def _stage(state: Mapping[str, Any]) -> Stage:
         return "unknown"
     stages: dict[int | None, Stage] = {1: "1", 2: "2", None: "bf16"}
     return stages.get(whole(state.get("zero_stage")), "unknown")
+
+
+def _step(saved: SavedState, state: Mapping[str, Any]) -> float | None:
+    """Return the greatest ``step`` in the inner optimizer's state, as Adam has it."""
+    inner = state.get("optimizer_state_dict" if "fp32_flat_groups" in state else _INNER)
+    entries = mapping(mapping(inner).get("state")).values()
+    groups = mapping(inner).get("param_groups")
+    listed = [*entries, *(groups if isinstance(groups, list) else ())]
+    found = (saved.number(mapping(entry).get("step")) for entry in listed[:_MAX_STEPS])
+    return max((step for step in found if step is not None), default=None)
 
 
 def _numbers(value: Any) -> tuple[int, ...]:

@@ -17,7 +17,7 @@ from modelquirks.plugins.deepspeed.files import StateName
 from modelquirks.plugins.deepspeed.grid import Grid
 from modelquirks.plugins.deepspeed.parameter import Fragment, Origin, Parameter
 from modelquirks.plugins.deepspeed.pieces import numel
-from modelquirks.plugins.deepspeed.saved import Shapes, mapping, read_saved
+from modelquirks.plugins.deepspeed.saved import Placed, Shapes, mapping, read_saved
 
 __all__ = ["read_universal"]
 
@@ -33,14 +33,10 @@ def read_universal(folder: Path, grid: Grid) -> tuple[Assembly, tuple[Finding, .
     shapes: Shapes = {k: v for f in facts for group in f.groups or () for k, v in group.items()}
     frozen = {name for f in facts for name in f.frozen_shapes or ()}
     buffers = {name for f in facts for name in f.buffers}
-    for path in sorted((folder / "zero").iterdir()):
-        if not path.is_dir():
-            continue
-        name = path.name
-        shard = f"zero/{name}/fp32.pt"
-        state = read_saved(path, StateName("fp32.pt", "model"), shard=shard)
-        placed = state.place({name: state.value.get("param")})
-        findings += (*state.findings, *placed.findings)
+    for path in sorted(path for path in (folder / "zero").iterdir() if path.is_dir()):
+        name, shard = path.name, f"zero/{path.name}/fp32.pt"
+        placed = _placed(path, shard)
+        findings += placed.findings
         fragment = _fragment(placed.tensors.get(name), shapes.get(name) if grid.tp == 1 else None)
         if fragment is None:
             found.lost[name] = shard
@@ -59,6 +55,12 @@ def read_universal(folder: Path, grid: Grid) -> tuple[Assembly, tuple[Finding, .
         text = f"'zero' has no folder for {len(lacking)} trained parameters: {shown(lacking)}."
         findings.append(Finding("parameter-missing", "error", text))
     return found, tuple(findings)
+
+
+def _placed(path: Path, shard: str) -> Placed:
+    state = read_saved(path, StateName("fp32.pt", "model"), shard=shard)
+    placed = state.place({path.name: state.value.get("param")})
+    return Placed(placed.tensors, (*state.findings, *placed.findings))
 
 
 def _fragment(stored: StoredTensor | None, shape: tuple[int, ...] | None) -> Fragment | None:
