@@ -15,6 +15,8 @@ from safetensors.torch import load_file
 from modelquirks.planner.checkpoint.manifest import StoredTensor
 from modelquirks.planner.checkpoint.open import CheckpointError
 from modelquirks.planner.dtypes import to_torch
+from modelquirks.planner.execution.evaluate import evaluate
+from modelquirks.planner.execution.reader import Region
 from modelquirks.plugins.deepspeed.files import locate, parsed
 from modelquirks.plugins.deepspeed.parameter import Parameter, recipe
 from modelquirks.plugins.deepspeed.pieces import (
@@ -27,7 +29,7 @@ from modelquirks.plugins.deepspeed.pieces import (
 )
 from modelquirks.plugins.deepspeed.slices import joining
 from modelquirks.plugins.deepspeed.structure import Structure, read_structure
-from modelquirks.quirks.recipe import Concat, Reshape, Slice, Source, sources
+from modelquirks.quirks.recipe import Reshape, TensorType, sources
 
 DATA = Path(__file__).parents[1] / "data" / "deepspeed"
 CASES = sorted(path.name for path in DATA.iterdir() if path.is_dir())
@@ -63,26 +65,19 @@ def value(folder: Path, parameter: Parameter) -> torch.Tensor:
     return torch.cat(slabs, parameter.dim)
 
 
-def evaluated(folder: Path, parameter: Parameter) -> torch.Tensor:
-    """Assemble a parameter by its recipe."""
+def evaluated(folder: Path, parameter: Parameter, region: Region | None = None) -> torch.Tensor:
+    """Assemble a parameter by its recipe, as plans do."""
     stored = {piece.name: piece for piece in parameter.pieces}
     assert len(stored) == len([*parameter.pieces])
 
-    def made(node: object) -> torch.Tensor:
-        match node:
-            case Source(name):
-                piece = stored[name.format()]
-                return raw(folder, piece).reshape(piece.shape or ())
-            case Concat(of, dim):
-                return torch.cat([made(part) for part in of], dim)
-            case Reshape(of, shape):
-                return made(of).reshape(shape)
-            case Slice(of, dim, start, stop):
-                return made(of).narrow(dim, start, stop - start)
-            case _:
-                raise AssertionError(node)
+    def read(name: str, part: Region | None) -> torch.Tensor:
+        found = raw(folder, stored[name]).reshape(stored[name].shape or ())
+        return found if part is None else found[tuple(slice(*bounds) for bounds in part)]
 
-    return made(recipe(parameter))
+    def types(name: str) -> TensorType:
+        return TensorType(stored[name].dtype, stored[name].shape)
+
+    return evaluate(recipe(parameter), {}, read=read, types=types, schemes={}, region=region)
 
 
 def assert_equal(
@@ -388,3 +383,14 @@ def test_a_recipe_is_the_pieces_joined_and_reshaped() -> None:
     assert isinstance(made, Reshape) and made.shape == (7, 6)
     names = [leaf.name for leaf in sources(made)]
     assert names == ["lin1.weight@mp0g0.0", "lin1.weight@mp0g0.1"]
+
+
+@pytest.mark.parametrize("case", ["zero2_fp32", "zero3_bf16", "autotp2_zero1"])
+def test_a_region_of_a_parameter_can_be_had(case: str) -> None:
+    structure = read_structure(DATA / case)
+    truth = load_file(DATA / case / "truth.safetensors")
+    wide = [p for p in structure.masters.values() if len(p.shape) == 2 and p.origin == "master"]
+    assert wide
+    for parameter in wide:
+        got = evaluated(structure.folder.path, parameter, ((1, 4), (0, parameter.shape[1])))
+        assert torch.equal(got, truth[parameter.name][1:4])
