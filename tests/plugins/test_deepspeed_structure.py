@@ -18,6 +18,7 @@ from modelquirks.planner.dtypes import to_torch
 from modelquirks.planner.execution.evaluate import evaluate
 from modelquirks.planner.execution.reader import Region
 from modelquirks.plugins.deepspeed.files import locate, parsed
+from modelquirks.plugins.deepspeed.offers import logical_tensors, stored_pieces
 from modelquirks.plugins.deepspeed.parameter import Parameter, recipe
 from modelquirks.plugins.deepspeed.pieces import (
     addresses,
@@ -394,3 +395,33 @@ def test_a_region_of_a_parameter_can_be_had(case: str) -> None:
     for parameter in wide:
         got = evaluated(structure.folder.path, parameter, ((1, 4), (0, parameter.shape[1])))
         assert torch.equal(got, truth[parameter.name][1:4])
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logical_tensors_over_the_stored_pieces_make_every_weight(case: str) -> None:
+    structure = read_structure(DATA / case)
+    best = structure.best()
+    pieces = stored_pieces(best.values())
+    truth = load_file(DATA / case / "truth.safetensors")
+
+    def read(name: str, part: Region | None) -> torch.Tensor:
+        found = raw(structure.folder.path, pieces[name]).reshape(pieces[name].shape or ())
+        return found if part is None else found[tuple(slice(*bounds) for bounds in part)]
+
+    def types(name: str) -> TensorType:
+        return TensorType(pieces[name].dtype, pieces[name].shape)
+
+    made: dict[str, torch.Tensor] = {}
+    for logical in logical_tensors(best):
+        for name, member in logical.items():
+            env = dict(zip(logical.bound.variables, member, strict=True))
+            made[name] = evaluate(logical.bound.node, env, read=read, types=types, schemes={})
+    assert {*made} == {*truth}
+    assert all(torch.equal(made[name], truth[name].to(made[name].dtype)) for name in truth)
+
+
+def test_layers_that_are_cut_alike_are_one_logical_tensor() -> None:
+    structure = read_structure(DATA / "autotp2_zero1")
+    found = {logical.name: logical for logical in logical_tensors(structure.masters)}
+    assert len(found) == 12
+    assert found["model.layers.{0}.self_attn.o_proj.weight"].members == ((0,), (1,))
