@@ -10,14 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
+from modelquirks.planner.checkpoint.file_kind import look
+from modelquirks.planner.checkpoint.fingerprint import digest_of
 from modelquirks.planner.checkpoint.manifest import Shard, StoredTensor
 from modelquirks.planner.checkpoint.shards import Content
 from modelquirks.planner.finding import Finding
 from modelquirks.quirks.nodetypes import infer
 from modelquirks.quirks.recipe import Node, RecipeError, Source, TensorType, sources
 
-__all__ = ["Opened", "content_of"]
+__all__ = ["Opened", "content_of", "shard_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +72,14 @@ def content_of(opened: Opened) -> Content:
         assembled=assembled,
         places=opened.places,
     )
+
+
+def shard_of(root: Path, name: str) -> Shard:
+    """Return a file below *root* as it is now, for ``shards``."""
+    seen = look(root / name)
+    if seen.kind == "absent":
+        return Shard(name, None, None, None)
+    return Shard(name, seen.size_bytes, seen.mtime_ns, digest_of(root / name, seen.kind))
 
 
 def _whole(name: str, node: Node, places: Mapping[str, StoredTensor]) -> StoredTensor:

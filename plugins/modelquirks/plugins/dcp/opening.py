@@ -8,9 +8,8 @@ from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 from modelquirks.planner.checkpoint.file_kind import Look, look
-from modelquirks.planner.checkpoint.fingerprint import digest_of
-from modelquirks.planner.checkpoint.manifest import Shard, StoredTensor
-from modelquirks.planner.checkpoint.opened import Opened
+from modelquirks.planner.checkpoint.manifest import StoredTensor
+from modelquirks.planner.checkpoint.opened import Opened, shard_of
 from modelquirks.planner.checkpoint.place_tensors import dense_stride
 from modelquirks.planner.checkpoint.state_dict import find_weights
 from modelquirks.planner.checkpoint.torch_pickle import StorageRecord, TensorRecord
@@ -21,7 +20,7 @@ from modelquirks.plugins.dcp.grid import Chunk, assembled, shown_region
 from modelquirks.plugins.dcp.metadata import DistributedTensor, Metadata, Where, read_metadata
 from modelquirks.quirks.recipe import Node, RecipeError
 
-__all__ = ["open_folder", "shard_of", "unassembled"]
+__all__ = ["open_folder", "unassembled"]
 
 
 class _Piece(NamedTuple):
@@ -67,14 +66,6 @@ def open_folder(root: Path, *, below: str = "") -> Opened:
         ),
         container=weights.container,
     )
-
-
-def shard_of(root: Path, name: str) -> Shard:
-    """Return a file below *root* as it is now."""
-    seen = look(root / name)
-    if seen.kind == "absent":
-        return Shard(name, None, None, None)
-    return Shard(name, seen.size_bytes, seen.mtime_ns, digest_of(root / name, seen.kind))
 
 
 def unassembled(faults: Mapping[str, str]) -> Iterator[Finding]:

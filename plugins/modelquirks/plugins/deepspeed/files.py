@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple
 from modelquirks.planner.checkpoint.open import CheckpointError
 from modelquirks.planner.finding import Finding, shown
 
-__all__ = ["Folder", "Kind", "StateName", "list_states", "locate", "parsed"]
+__all__ = ["Folder", "Kind", "StateName", "has_states", "list_states", "locate", "parsed"]
 
 Kind = Literal["model", "zero3-model", "optim", "layer", "expert", "expert-optim"]
 """``model``: weights and facts of one model-parallel rank; ``zero3-model``: the same with shares
@@ -119,6 +119,11 @@ def locate(path: Path, tag: str | None = None) -> Folder:
         f"{str(path)!r} has no file 'latest' and {len(tags)} saved states; name one of "
         f"{shown(tags)}"
     )
+
+
+def has_states(path: Path) -> bool:
+    """Tell whether the folder is that of a saved state, or has such folders in it."""
+    return _holds_states(path) or next(_tag_names(path), None) is not None
 
 
 def _tagged(path: Path, tag: str, *, said: str) -> Folder:

@@ -1,0 +1,85 @@
+"""Real DeepSpeed checkpoints, planned and loaded like any other."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from modelquirks.planner import Dispatcher, Plan, open_manifest
+from modelquirks.plugins.deepspeed import opening
+from modelquirks.quirks.registry import Registry
+
+DATA = Path(__file__).parents[1] / "data" / "deepspeed"
+CASES = sorted(path.name for path in DATA.iterdir() if path.is_dir())
+
+
+def registry() -> Registry:
+    found = Registry()
+    found.register(opening, name="deepspeed")
+    return found
+
+
+def model_of(truth: Mapping[str, torch.Tensor]) -> nn.Module:
+    """Return a model that has just these tensors, all zero."""
+    model = nn.Module()
+    for name, tensor in truth.items():
+        *path, leaf = name.split(".")
+        owner = model
+        for part in path:
+            if part not in owner._modules:
+                owner.add_module(part, nn.Module())
+            owner = owner.get_submodule(part)
+        if tensor.is_floating_point():
+            owner.register_parameter(leaf, nn.Parameter(torch.zeros_like(tensor)))
+        else:
+            owner.register_buffer(leaf, torch.zeros_like(tensor))
+    return model
+
+
+def planned(path: Path, model: nn.Module) -> Plan:
+    return Dispatcher(registry()).plan(path, model=model, device_map=None)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_real_checkpoint_loads_bit_for_bit(case: str, tmp_path: Path) -> None:
+    truth = load_file(DATA / case / "truth.safetensors")
+    stored = open_manifest(DATA / case, registry).tensors
+    if case == "universal_from_zero1_bf16":  # a counter is among the fp32 there
+        assert (truth["count"].dtype, stored["count"].dtype) == (torch.int64, "F32")
+        truth["count"] = truth["count"].float()
+    model = model_of(truth)
+    plan = planned(DATA / case, model)
+    assert plan.ok, plan.problems
+    assert plan.checkpoint["format"] == "deepspeed"
+    plan.save(tmp_path / "plan.json")
+    loaded = replace(Plan.load(tmp_path / "plan.json"), registry=registry())
+    report = loaded.load_into(model)
+    assert report.verification.ok
+    state = model.state_dict()
+    assert {*state} == {*truth}
+    assert [n for n, t in truth.items() if not torch.equal(state[n], t)] == []
+
+
+def test_a_missing_rank_is_refused_by_the_names_of_its_files(tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(DATA / "zero3_fp32", tmp_path / "copy"))
+    lost = next(folder.rglob("*_rank_1_mp_rank_00_optim_states.pt"))
+    lost.unlink()
+    plan = planned(folder, model_of(load_file(folder / "truth.safetensors")))
+    assert not plan.ok
+    assert lost.name in plan.refusal()
+
+
+def test_several_states_without_latest_are_listed(tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(DATA / "zero2_fp32", tmp_path / "copy"))
+    (folder / "latest").unlink()
+    shutil.copytree(folder / "global_step3", folder / "global_step9")
+    (finding,) = [f for f in open_manifest(folder, registry).findings if f.severity == "error"]
+    assert finding.code == "state-unknown"
+    assert "'global_step3', 'global_step9'" in finding.message
