@@ -304,7 +304,7 @@ def _nothing_in(folder: Folder) -> str:
     if ".metadata" in folder.names or any(name.endswith(".distcp") for name in folder.names):
         hint = "; it looks like a torch distributed checkpoint, and no plugin in use reads those"
     elif "latest" in folder.names:
-        hint = "; it looks like a DeepSpeed checkpoint: give one of its '*model_states.pt' files"
+        hint = "; it looks like a DeepSpeed checkpoint, and no plugin in use reads those"
     elif folder.subfolders:
         hint = f"; there are weights in the folders below: {shown(folder.subfolders)}"
     return f"{str(folder.root)!r} holds no checkpoint: {found}, none of {_LOOKED_FOR}{hint}"

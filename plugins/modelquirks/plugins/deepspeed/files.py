@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+from modelquirks.planner.checkpoint.folder import list_folder
 from modelquirks.planner.checkpoint.open import CheckpointError
 from modelquirks.planner.finding import Finding, shown
 
@@ -122,8 +123,18 @@ def locate(path: Path, tag: str | None = None) -> Folder:
 
 
 def has_states(path: Path) -> bool:
-    """Tell whether the folder is that of a saved state, or has such folders in it."""
-    return _holds_states(path) or next(_tag_names(path), None) is not None
+    """Tell whether the folder is that of a saved state, or has such folders in it.
+
+    States of the optimizer that lie beside weight files of another kind are no reason: the weights
+    are what people mean there.
+    """
+    if next(_tag_names(path), None) is not None or _is_universal(path):
+        return True
+    states = list_states(path)
+    if all(state.kind in ("optim", "expert-optim") for state in states):
+        weights = set(list_folder(path).weights) - {state.name for state in states}
+        return bool(states) and not weights
+    return True
 
 
 def _tagged(path: Path, tag: str, *, said: str) -> Folder:

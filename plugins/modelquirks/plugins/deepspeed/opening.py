@@ -2,28 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 from modelquirks.planner.checkpoint.open import CheckpointError
 from modelquirks.planner.checkpoint.opened import Opened, shard_of
 from modelquirks.planner.finding import Finding
-from modelquirks.plugins.deepspeed.files import has_states, list_states
+from modelquirks.plugins.deepspeed.files import list_states
 from modelquirks.plugins.deepspeed.offers import stored_pieces
 from modelquirks.plugins.deepspeed.parameter import recipe
 from modelquirks.plugins.deepspeed.structure import read_structure
-from modelquirks.quirks.hookspecs import hookimpl
 
-__all__ = ["modelquirks_open", "open_state"]
-
-
-@hookimpl
-def modelquirks_open(path: Path, names: Sequence[str]) -> Opened | None:
-    """Open the folder of a saved state, or one with such folders in it."""
-    if not path.is_dir():
-        return None
-    del names  # a folder with states has no other name that could be told
-    return open_state(path) if has_states(path) else None
+__all__ = ["open_state"]
 
 
 def open_state(root: Path) -> Opened:
