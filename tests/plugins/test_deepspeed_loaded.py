@@ -86,9 +86,11 @@ def test_several_states_without_latest_are_listed(tmp_path: Path) -> None:
     assert "'global_step3', 'global_step9'" in finding.message
 
 
-def test_without_the_plugin_the_folder_is_named_for_what_it_is() -> None:
+def test_without_the_plugin_the_folder_is_named_for_what_it_is(tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(DATA / "zero2_fp32", tmp_path / "copy"))
+    (folder / "truth.safetensors").unlink()
     with pytest.raises(CheckpointError, match="DeepSpeed checkpoint, and no plugin"):
-        open_manifest(DATA / "zero2_fp32", Registry)
+        open_manifest(folder, Registry)
 
 
 def test_states_of_an_optimizer_beside_other_weights_do_not_hide_them(tmp_path: Path) -> None:
