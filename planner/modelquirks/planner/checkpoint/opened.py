@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from modelquirks.planner.checkpoint.file_kind import look
 from modelquirks.planner.checkpoint.fingerprint import digest_of
@@ -45,6 +46,8 @@ class Opened:
     container: str = ""
     """As in a :class:`~modelquirks.planner.checkpoint.manifest.Manifest`."""
     metadata: Mapping[str, str] = field(default_factory=dict)
+    config: Mapping[str, Any] = field(default_factory=dict)
+    """What the files say in the words of config.json, used where there is no such file."""
 
 
 def content_of(opened: Opened) -> Content:
@@ -69,6 +72,7 @@ def content_of(opened: Opened) -> Content:
         findings=(*opened.findings, *_about(faults)),
         container=opened.container,
         metadata=opened.metadata,
+        config=opened.config,
         assembled=assembled,
         places=opened.places,
     )
