@@ -13,11 +13,11 @@ from modelquirks.planner.cli.placing import add_placing, checked
 from modelquirks.planner.cli.plan import add_naming, planned
 from modelquirks.planner.cli.plugins import add_no_plugin
 from modelquirks.planner.cli.report import write_json
-from modelquirks.planner.cli.report_plan import compact_names, show_seconds
 from modelquirks.planner.cli.terminal import Terminal
 from modelquirks.planner.explain import Alternative, Change, Explanation, explain, ranges, what_if
 from modelquirks.planner.placement.memory import parse_max_memory, show_bytes
 from modelquirks.planner.plan import Plan
+from modelquirks.planner.wording import compact_names, show_seconds
 
 __all__ = ["add_arguments", "run"]
 

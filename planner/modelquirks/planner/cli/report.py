@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from modelquirks.planner.cli.terminal import Cell, Column, Styled, Terminal
 from modelquirks.planner.placement.memory import show_bytes
+from modelquirks.planner.wording import counted, summary
 from modelquirks.quirks.family import Family, show
 
 if TYPE_CHECKING:
@@ -18,12 +19,10 @@ if TYPE_CHECKING:
 __all__ = [
     "SCHEMA",
     "STYLES",
-    "counted",
     "say_left_out",
     "show_findings",
     "show_manifest",
     "show_plugins",
-    "summary",
     "write_json",
 ]
 
@@ -39,28 +38,6 @@ STYLES = {"error": "bold red", "warning": "yellow", "info": "cyan"}
 def write_json(report: Mapping[str, Any], stream: TextIO) -> None:
     """Write *report* to *stream*, in the order of its keys and in ASCII."""
     stream.write(f"{json.dumps(report, indent=2)}\n")
-
-
-def counted(number: int, singular: str, plural: str = "") -> str:
-    """Return a number with its noun.
-
-    >>> counted(1, "family", "families"), counted(35743, "tensor")
-    ('1 family', '35,743 tensors')
-    """
-    return f"{number:,} {singular if number == 1 else plural or f'{singular}s'}"
-
-
-def summary(checkpoint: Mapping[str, Any]) -> str:
-    """Return what the checkpoint is, in half a line, from the object of the JSON report."""
-    parts = [
-        str(checkpoint["format"]),
-        counted(checkpoint["tensors"], "tensor"),
-        counted(checkpoint["families"], "family", "families"),
-        counted(checkpoint["shards"], "file"),
-    ]
-    if checkpoint["total_bytes"] is not None:
-        parts.append(show_bytes(checkpoint["total_bytes"]))
-    return ", ".join(parts)
 
 
 def show_manifest(out: Terminal, manifest: Manifest, *, everything: bool) -> None:

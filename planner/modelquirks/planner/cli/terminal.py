@@ -15,6 +15,8 @@ from contextlib import contextmanager
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal, NamedTuple, TextIO
 
+from modelquirks.planner.wording import clean
+
 if TYPE_CHECKING:
     from threading import Event
 
@@ -22,7 +24,7 @@ if TYPE_CHECKING:
     from rich.console import Console, RenderableType
     from rich.text import Text
 
-__all__ = ["Cell", "Column", "Styled", "Terminal", "clean", "note", "progress", "wants_colour"]
+__all__ = ["Cell", "Column", "Styled", "Terminal", "note", "progress", "wants_colour"]
 
 _PLAIN = str.maketrans({"…": "...", "→": "->", "\u00d7": "x", "≥": ">=", "≤": "<="})
 _PROGRESS_AFTER_S = 1.0
@@ -46,20 +48,6 @@ class Column(NamedTuple):
     title: str
     align: Literal["left", "right"] = "left"
     folds: bool = False
-
-
-def clean(text: str) -> str:
-    r"""Return *text* with every character that does not print written as an escape.
-
-    >>> clean("a\x1b[31m\nb")
-    'a\\x1b[31m\\nb'
-    """
-    if text.isprintable():
-        return text
-    return "".join(
-        char if char.isprintable() else char.encode("unicode_escape").decode("ascii")
-        for char in text
-    )
 
 
 def wants_colour(stream: TextIO, environ: Mapping[str, str]) -> bool:
