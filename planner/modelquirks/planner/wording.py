@@ -10,7 +10,7 @@ from typing import Any
 
 from modelquirks.planner.placement.memory import show_bytes
 
-__all__ = ["clean", "compact_names", "counted", "show_seconds", "summary"]
+__all__ = ["clean", "compact_names", "counted", "show_seconds", "show_shape", "summary"]
 
 
 def clean(text: str) -> str:
@@ -58,6 +58,15 @@ def show_seconds(seconds: float) -> str:
     if seconds >= 1:
         return f"{seconds:.3g} s"
     return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-5 else "under 0.01 ms"
+
+
+def show_shape(shape: tuple[int, ...] | None) -> str:
+    """Return a shape as people read it.
+
+    >>> show_shape((32, 128)), show_shape(()), show_shape(None)
+    ('[32, 128]', '[]', '?')
+    """
+    return "?" if shape is None else f"[{', '.join(map(str, shape))}]"
 
 
 def compact_names(names: Sequence[str]) -> list[str]:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from modelquirks.planner.cli.terminal import Cell, Column, Styled, Terminal
 from modelquirks.planner.placement.memory import show_bytes
-from modelquirks.planner.wording import counted, summary
+from modelquirks.planner.wording import counted, show_shape, summary
 from modelquirks.quirks.family import Family, show
 
 if TYPE_CHECKING:
+    import argparse
+
     from modelquirks.planner.checkpoint.manifest import Manifest
     from modelquirks.planner.finding import Finding
     from modelquirks.quirks.registry import PluginInfo
@@ -19,6 +22,7 @@ if TYPE_CHECKING:
 __all__ = [
     "SCHEMA",
     "STYLES",
+    "add_html",
     "say_left_out",
     "show_findings",
     "show_manifest",
@@ -33,6 +37,13 @@ _SHOWN_FAMILIES = 100
 _SHOWN_FINDINGS = 20
 STYLES = {"error": "bold red", "warning": "yellow", "info": "cyan"}
 """Severity → style, the gravest first."""
+
+
+def add_html(parser: argparse.ArgumentParser) -> None:
+    """Declare ``--html``."""
+    parser.add_argument(
+        "--html", metavar="FILE", type=Path, help="write a page to look at: one file, no network"
+    )
 
 
 def write_json(report: Mapping[str, Any], stream: TextIO) -> None:
@@ -110,15 +121,9 @@ def _facts(manifest: Manifest, names: Sequence[str]) -> tuple[str, str, str]:
     shape = next(iter(shapes)) if len(shapes) == 1 else None
     return (
         ", ".join(dtypes) if len(dtypes) < 3 else counted(len(dtypes), "dtype"),
-        counted(len(shapes), "shape") if len(shapes) > 1 else _shape(shape),
+        counted(len(shapes), "shape") if len(shapes) > 1 else show_shape(shape),
         show_bytes(sum(known)) if len(known) == len(sizes) else "?",
     )
-
-
-def _shape(shape: tuple[int, ...] | None) -> str:
-    if shape is None:
-        return "?"
-    return f"[{', '.join(map(str, shape))}]"
 
 
 def _hooks(hooks: Sequence[str]) -> str:
