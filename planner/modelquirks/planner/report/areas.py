@@ -8,11 +8,11 @@ from typing import NamedTuple
 
 from modelquirks.planner.placement.memory import show_bytes
 from modelquirks.planner.report.content import Area, FamilyRow
-from modelquirks.planner.report.markup import Html, breakable, joined, table, tag
+from modelquirks.planner.report.markup import Html, breakable, cell, joined, table, tag
 from modelquirks.planner.report.treemap import Rect, squarified
 from modelquirks.planner.wording import counted
 
-__all__ = ["Drawn", "drawn", "headline"]
+__all__ = ["Drawn", "drawn", "label_of"]
 
 _WIDE, _NARROW = 3.0, 0.9
 """Width by height of a treemap, as in page.css."""
@@ -53,10 +53,16 @@ def drawn(areas: Sequence[Area]) -> Drawn:
     return Drawn(joined([_legend(colours), *articles]), "".join(wide), "".join(narrow))
 
 
-def headline(area: Area) -> str:
+def label_of(area: Area) -> str:
+    """Return what an area is called: ``Device 0``, ``cpu``, ``In the files``."""
+    if area.kind == "device":
+        return f"Device {area.name}" if area.name.isdigit() else area.name
+    return {"files": "In the files", "unplaced": "Not placed"}[area.kind]
+
+
+def _headline(area: Area) -> str:
     """Return what an area is, and how full."""
-    name = {"files": "In the files", "unplaced": "Not placed"}.get(area.kind, area.name)
-    label = f"Device {name}" if area.kind == "device" and name.isdigit() else name
+    label = label_of(area)
     if area.used_bytes is None:
         return label
     if area.kind != "device":
@@ -126,7 +132,7 @@ def _rules(area: int, rects: Sequence[Rect]) -> Iterator[str]:
 
 
 def _article(number: int, area: Area, tiles: Sequence[_Tile], colours: Mapping[str, int]) -> Html:
-    title = headline(area)
+    title = _headline(area)
     n_families = len(area.families) + area.n_left_out
     rows = [_row(area, row) for row in area.families]
     titles = (*_TITLES, "Why there") if area.kind == "device" else _TITLES
@@ -220,10 +226,7 @@ def _row(area: Area, row: FamilyRow) -> Html:
     classes = {"Family": "name", **dict.fromkeys(_NUMBERS, "number"), "Why there": "how wide"}
     return tag(
         "tr",
-        *(
-            tag("td", text, role="cell", class_=classes.get(label), data_label=label)
-            for label, text in cells
-        ),
+        *(cell(label, text, classes.get(label, "")) for label, text in cells),
         role="row",
         data_family=row.template,
         data_indices=json.dumps(row.indices),

@@ -36,7 +36,7 @@ class FamilyRow:
     part: str
     """The part of the model that it belongs to: ``self_attn``, ``experts``, ``embed_tokens``."""
     why: tuple[str, ...] = ()
-    """Why these tensors are on this device, each reason with the modules that it is about."""
+    """Why these tensors are on this device; with several reasons, each with its modules."""
 
 
 @dataclass(frozen=True)

@@ -81,7 +81,7 @@ def of_plan(plan: Plan, manifest: Manifest | None = None) -> Report:
         is_ok=plan.ok,
         problems=plan.problems,
         facts=tuple(_facts(plan)),
-        areas=(*_devices(plan), *(() if manifest is None else (_files(manifest),))),
+        areas=(*_devices(plan, manifest), *(() if manifest is None else (_files(manifest),))),
         places=tuple(_places(placement)),
         device_map=_as_json(placement),
         notes=notes,
@@ -118,10 +118,10 @@ def _files(manifest: Manifest) -> Area:
     return _area("files", "files", rows, used=manifest.total_bytes)
 
 
-def _devices(plan: Plan) -> Iterator[Area]:
+def _devices(plan: Plan, manifest: Manifest | None) -> Iterator[Area]:
     """Yield what each device holds; if nothing could be placed, what would have to be."""
     placement = plan.placement
-    facts = _loaded(plan)
+    facts = _loaded(plan, manifest)
     names = _names_by_device(plan, facts)
     kept: dict[str, list[str]] = {}
     for reserve in placement.reserves:
@@ -166,9 +166,11 @@ def _area(
     )
 
 
-def _loaded(plan: Plan) -> Mapping[str, TensorFacts]:
+def _loaded(plan: Plan, manifest: Manifest | None) -> Mapping[str, TensorFacts]:
     """Return bytes, dtype and shape of every tensor that will be in memory."""
     found: dict[str, TensorFacts] = {}
+    if plan.model is None and manifest is not None:
+        found |= {n: (t.nbytes, t.dtype, t.shape) for n, t in manifest.tensors.items()}
     for recipe in plan.recipes:
         dtype, shape = recipe.type
         size = None if dtype is None or shape is None else nbytes(dtype, shape)
@@ -198,12 +200,16 @@ def _names_by_device(plan: Plan, facts: Mapping[str, TensorFacts]) -> Mapping[De
 def _why(placement: Placement) -> Callable[[Sequence[str]], tuple[str, ...]]:
     """Return what tells for tensors why they are where they are."""
 
+    order = {key: number for number, key in enumerate(placement.device_map)}
+
     def why(names: Sequence[str]) -> tuple[str, ...]:
         by_reason: dict[str, dict[str, None]] = {}
-        for key in expand(placement.device_map, names).values():
+        for key in sorted({*expand(placement.device_map, names).values()}, key=order.__getitem__):
             by_reason.setdefault(placement.reasons.get(key, ""), {})[key] = None
+        if len(by_reason) == 1:
+            return tuple(filter(None, by_reason))
         told = [
-            f"{shown(compact_names([*keys]), 4)}: {reason}" if keys != {"": None} else reason
+            f"{shown(compact_names([*keys]), 4)}: {reason}"
             for reason, keys in by_reason.items()
             if reason
         ]

@@ -13,7 +13,7 @@ from html import escape
 
 from modelquirks.planner.wording import clean
 
-__all__ = ["Html", "breakable", "escaped", "joined", "table", "tag"]
+__all__ = ["Html", "breakable", "cell", "escaped", "joined", "table", "tag"]
 
 _VOID = frozenset({"input", "link", "meta", "rect", "wbr"})
 
@@ -62,6 +62,11 @@ def breakable(name: str) -> Html:
     'a.<wbr>b_<wbr>&lt;c'
     """
     return Html("<wbr>".join(map(escaped, re.findall(r"[^._]*[._]|[^._]+", name))))
+
+
+def cell(label: str, content: str, class_: str = "", *, colspan: str | None = None) -> Html:
+    """Return a cell of a :func:`table`; *label* is the title of its column."""
+    return tag("td", content, role="cell", class_=class_, data_label=label, colspan=colspan)
 
 
 def table(

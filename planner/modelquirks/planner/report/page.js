@@ -15,6 +15,8 @@
     const given = new URLSearchParams(location.hash.slice(1));
     state = { ...empty };
     for (const name of Object.keys(empty)) state[name] = given.get(name) || "";
+    // A link may be older than the report.
+    if (!all("article").some((area) => area.dataset.area === state.device)) state.device = "";
   }
 
   function change(changes) {
@@ -75,13 +77,14 @@
 
   function showFamilies() {
     const wanted = state.find.trim().toLowerCase();
-    let found = 0, total = 0;
+    let found = 0, total = 0, elsewhere = 0;
     const hits = new Map();
     for (const { row, tokens, area } of rows) {
       const hit = isIn(wanted, tokens);
       row.hidden = !hit;
       row.classList.toggle("chosen", row.dataset.family === state.family);
-      if (!area.hidden) { total += 1; found += hit; }
+      if (area.hidden) elsewhere += hit;
+      else { total += 1; found += hit; }
       if (!hits.has(area)) hits.set(area, new Set());
       if (hit) hits.get(area).add(row.dataset.family);
     }
@@ -93,7 +96,8 @@
     for (const area of all("article")) {
       if (wanted && hits.get(area)?.size) area.querySelector("details").open = true;
     }
-    byId("found").textContent = wanted ? `${found} of ${total} families` : "";
+    const more = elsewhere ? `, ${elsewhere} elsewhere` : "";
+    byId("found").textContent = wanted ? `${found} of ${total} families${more}` : "";
   }
 
   function showPicked() {

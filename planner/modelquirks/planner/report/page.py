@@ -12,9 +12,9 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.resources import files
 
 from modelquirks.planner.placement.memory import show_bytes
-from modelquirks.planner.report.areas import drawn, headline
+from modelquirks.planner.report.areas import drawn, label_of
 from modelquirks.planner.report.content import Area, Note, Report
-from modelquirks.planner.report.markup import Html, breakable, joined, table, tag
+from modelquirks.planner.report.markup import Html, breakable, cell, joined, table, tag
 from modelquirks.planner.wording import counted
 
 __all__ = ["document", "page"]
@@ -121,7 +121,7 @@ def _device_row(area: Area) -> Html:
     free = "" if capacity is None else show_bytes(max(0, capacity - used))
     share = used / capacity if capacity else 0.0
     cells = [
-        ("Device", area.name, ""),
+        ("Device", area.name, "device"),
         ("Used", show_bytes(used), "number"),
         ("Of", show_bytes(capacity), "number"),
         ("Free", free, "number"),
@@ -130,10 +130,7 @@ def _device_row(area: Area) -> Html:
     ]
     return tag(
         "tr",
-        *(
-            tag("td", text, role="cell", class_=kind or None, data_label=label)
-            for label, text, kind in cells
-        ),
+        *(cell(label, text, kind) for label, text, kind in cells),
         role="row",
     )
 
@@ -151,7 +148,7 @@ def _bar(share: float) -> Html:
 
 
 def _memory(report: Report, body: Html) -> tuple[str, str, Html]:
-    devices = [("", "All"), *((area.name, headline(area).split(":")[0]) for area in report.areas)]
+    devices = [("", "All"), *((area.name, label_of(area)) for area in report.areas)]
     buttons = (
         tag("button", label, type="button", data_device=name, aria_pressed="false")
         for name, label in devices
@@ -181,9 +178,9 @@ def _placement(report: Report) -> tuple[str, str, Html]:
     rows = (
         tag(
             "tr",
-            tag("td", _names(place.modules), role="cell", class_="name", data_label="Modules"),
-            tag("td", place.device, role="cell", data_label="Device"),
-            tag("td", place.reason, role="cell", data_label="Why there"),
+            cell("Modules", _names(place.modules), "name"),
+            cell("Device", place.device, "device"),
+            cell("Why there", place.reason),
             role="row",
         )
         for place in report.places
@@ -259,28 +256,26 @@ def _filters(report: Report) -> Html:
 
 def _note(note: Note) -> Html:
     tensors = "" if note.n_tensors is None else f"{note.n_tensors:,}"
-    cells: tuple[tuple[str, str, str | None], ...] = (
-        ("Severity", note.severity, f"severity {note.severity}"),
-        ("Code", tag("code", note.code), None),
-        ("Tensors", tensors, "number"),
-        ("What", _what(note), None if note.n_tensors is None else "name"),
-        ("How", joined(tag("p", text) for text in note.how), "how wide"),
-    )
+    cells = [
+        cell("Severity", note.severity, f"severity {note.severity}"),
+        cell("Code", tag("code", note.code), "code"),
+        cell("Tensors", tensors, "number"),
+    ]
+    if note.n_tensors is None:
+        cells.append(cell("What", note.text, colspan="2"))
+    else:
+        cells.append(cell("What", _family(note), "name"))
+        cells.append(cell("How", joined(tag("p", text) for text in note.how), "how wide"))
     return tag(
         "tr",
-        *(
-            tag("td", text, role="cell", class_=kind, data_label=label)
-            for label, text, kind in cells
-        ),
+        *cells,
         role="row",
         data_severity=note.severity,
         data_code=note.code,
     )
 
 
-def _what(note: Note) -> Html:
-    if note.n_tensors is None:
-        return joined([note.text])
+def _family(note: Note) -> Html:
     indices = "; ".join(note.indices)
     more = tag("p", f"indices {indices}", class_="soft") if indices else ""
     return joined([breakable(note.text), more])
