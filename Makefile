@@ -12,7 +12,7 @@ DOWNLOAD := $(BIN)/python -m pip download -qq --disable-pip-version-check --no-d
 # pyright's wheel holds pyright itself, so it need not ask the network for a newer one.
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
-.PHONY: help setup test demo lint check clean
+.PHONY: help setup test demo lint check browser clean
 .DEFAULT_GOAL := help
 
 help:
@@ -21,6 +21,7 @@ help:
 	@echo "make test    the test suite (PYTEST_ARGS='-k name' to choose)"
 	@echo "make lint    ruff, mypy and pyright"
 	@echo "make check   lint, then test"
+	@echo "make browser install Chromium, for tests that look at pages (Debian, as root)"
 	@echo "make clean   remove $(VENV) and caches"
 
 setup: $(STAMP)
@@ -55,6 +56,10 @@ lint: $(STAMP)
 	$(BIN)/pyright
 
 check: lint test
+
+browser:
+	@command -v chromium >/dev/null || { \
+	  apt-get -qq update && apt-get -qq install -y --no-install-recommends chromium; }
 
 clean:
 	rm -rf $(VENV) dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

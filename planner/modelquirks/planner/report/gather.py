@@ -138,7 +138,7 @@ def _devices(plan: Plan, manifest: Manifest | None) -> Iterator[Area]:
             capacity=None if memory is None else memory.capacity_bytes,
             kept_free=tuple(kept.get(str(device), ())),
         )
-    if not placement.device_map and facts:
+    if not placement.device_map and placement.tree is not None:
         yield _area("not placed", "unplaced", family_rows(facts, facts.__getitem__))
 
 
