@@ -7,7 +7,7 @@ from math import isclose, prod
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from modelquirks.planner.checkpoint.open import open_manifest
@@ -18,6 +18,9 @@ from modelquirks.planner.report.families import index_ranges, ranges
 from modelquirks.planner.report.gather import of_manifest, of_plan
 from modelquirks.planner.report.treemap import squarified
 from modelquirks.quirks.family import group
+
+BUSY = settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+"""That the machine has other things to do is no fault."""
 
 
 def listed(area: Area) -> int:
@@ -32,6 +35,7 @@ def unfolded(text: str) -> set[int]:
     return found
 
 
+@BUSY
 @given(st.sets(st.integers(0, 30), min_size=1, max_size=20))
 def test_ranges_say_exactly_which_numbers_there_are(numbers: set[int]) -> None:
     text = ranges(numbers)
@@ -45,6 +49,7 @@ def test_many_ranges_are_counted() -> None:
     assert text.endswith("22 … and 38 more ranges")
 
 
+@BUSY
 @given(st.sets(st.tuples(st.integers(0, 3), st.integers(0, 3)), min_size=1))
 def test_a_family_is_whole_only_if_every_combination_is_there(pairs: set[tuple[int, int]]) -> None:
     (family,) = group(f"a.{i}.b.{j}" for i, j in pairs).values()
@@ -52,6 +57,7 @@ def test_a_family_is_whole_only_if_every_combination_is_there(pairs: set[tuple[i
     assert is_whole == (prod(len(unfolded(text)) for text in texts) == len(pairs))
 
 
+@BUSY
 @given(
     st.lists(st.floats(1, 1e4), min_size=1, max_size=60),
     st.sampled_from([0.3, 0.9, 1.0, 3.0]),

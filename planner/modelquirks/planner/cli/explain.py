@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from modelquirks.planner.cli.placing import add_placing, checked
 from modelquirks.planner.cli.plan import add_naming, planned
 from modelquirks.planner.cli.plugins import add_no_plugin
 from modelquirks.planner.cli.report import write_json
+from modelquirks.planner.cli.saved import is_plan
 from modelquirks.planner.cli.terminal import Terminal
 from modelquirks.planner.explain import Alternative, Change, Explanation, explain, ranges, what_if
 from modelquirks.planner.placement.memory import parse_max_memory, show_bytes
@@ -68,18 +68,10 @@ def run(args: argparse.Namespace) -> Exit:
 def _plan(args: argparse.Namespace) -> Plan:
     """Return the plan of a file that is one, else a new one; nothing is loaded."""
     path = Path(args.checkpoint)
-    if path.is_file() and path.suffix == ".json" and _is_plan(path):
+    if is_plan(path):
         return Plan.load(path)
     args.dry_run = True
     return planned(args)
-
-
-def _is_plan(path: Path) -> bool:
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError):
-        return False
-    return isinstance(data, dict) and "schema" in data
 
 
 def _show(out: Terminal, told: Explanation) -> None:

@@ -2,6 +2,7 @@
 (() => {
   const all = (selector, root = document) => [...root.querySelectorAll(selector)];
   const byId = (id) => document.getElementById(id);
+  const tell = (id, text) => { const place = byId(id); if (place) place.textContent = text; };
   const empty = { device: "", family: "", find: "", severity: "", code: "", text: "" };
   let state = { ...empty };
 
@@ -97,7 +98,7 @@
       if (wanted && hits.get(area)?.size) area.querySelector("details").open = true;
     }
     const more = elsewhere ? `, ${elsewhere} elsewhere` : "";
-    byId("found").textContent = wanted ? `${found} of ${total} families${more}` : "";
+    tell("found", wanted ? `${found} of ${total} families${more}` : "");
   }
 
   function showPicked() {
@@ -131,8 +132,7 @@
       found += hit;
     }
     for (const box of all("input[name=severity]")) box.checked = !severities || severities.includes(box.value);
-    const counted = byId("counted");
-    if (counted) counted.textContent = `${found} of ${notes.length} shown`;
+    tell("counted", `${found} of ${notes.length} shown`);
   }
 
   function show() {
@@ -147,7 +147,8 @@
     showFamilies();
     showPicked();
     showAudit();
-    byId("share").href = location.pathname + location.search + fragment();
+    const share = byId("share");
+    if (share) share.href = location.pathname + location.search + fragment();
   }
 
   function severitiesChosen() {
@@ -182,10 +183,9 @@
       change({ device: target.dataset.device });
     } else if (target.id === "share") {
       event.preventDefault();
-      const told = byId("copied");
-      const failed = () => { told.textContent = "Copy the address of this page."; };
+      const failed = () => tell("copied", "Copy the address of this page.");
       if (navigator.clipboard) {
-        navigator.clipboard.writeText(target.href).then(() => { told.textContent = "Copied."; }, failed);
+        navigator.clipboard.writeText(target.href).then(() => tell("copied", "Copied."), failed);
       } else failed();
     } else if (target.id === "reset") {
       change({ ...empty });

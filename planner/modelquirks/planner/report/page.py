@@ -7,6 +7,7 @@ Its Content-Security-Policy forbids everything but the style and the script in i
 from __future__ import annotations
 
 from base64 import b64encode
+from collections.abc import Iterable
 from hashlib import sha256
 from importlib.metadata import PackageNotFoundError, version
 from importlib.resources import files
@@ -17,7 +18,7 @@ from modelquirks.planner.report.content import Area, Note, Report
 from modelquirks.planner.report.markup import Html, breakable, cell, joined, table, tag
 from modelquirks.planner.wording import counted
 
-__all__ = ["document", "page"]
+__all__ = ["document", "note_filters", "page", "sharing"]
 
 _CAPTION = "Findings, and the account of the tensors"
 _SEVERITIES = ("error", "warning", "info", "ok")
@@ -163,9 +164,7 @@ def _memory(report: Report, body: Html) -> tuple[str, str, Html]:
             class_="field",
         ),
         tag("output", id="found", class_="soft", for_="find"),
-        tag("a", "Link to this view", href="", id="share"),
-        tag("button", "Reset", type="button", id="reset"),
-        tag("output", id="copied", class_="soft"),
+        sharing(),
         class_="controls",
     )
     title = "Memory" if any(area.kind == "device" for area in report.areas) else "Tensors"
@@ -232,14 +231,19 @@ def _filters(report: Report) -> Html:
         for severity in _SEVERITIES
         if counts[severity]
     )
-    codes = sorted({note.code for note in report.notes})
-    options = (tag("option", code, value=code) for code in codes)
+    severities = tag("fieldset", tag("legend", "Severity"), *boxes)
+    return note_filters((note.code for note in report.notes), label="Code", first=severities)
+
+
+def note_filters(codes: Iterable[str], *, label: str, first: str = "", more: str = "") -> Html:
+    """Return the controls that filter rows by their code, called *label*, and their text."""
+    options = (tag("option", code, value=code) for code in sorted({*codes}))
     return tag(
         "div",
-        tag("fieldset", tag("legend", "Severity"), *boxes),
+        first,
         tag(
             "div",
-            tag("label", "Code", for_="code"),
+            tag("label", label, for_="code"),
             tag("select", tag("option", "all", value=""), *options, id="code"),
             class_="field short",
         ),
@@ -250,7 +254,19 @@ def _filters(report: Report) -> Html:
             class_="field",
         ),
         tag("output", id="counted", class_="soft"),
+        more,
         class_="controls",
+    )
+
+
+def sharing() -> Html:
+    """Return the link to what is shown now, and the button that shows everything again."""
+    return joined(
+        [
+            tag("a", "Link to this view", href="", id="share"),
+            tag("button", "Reset", type="button", id="reset"),
+            tag("output", id="copied", class_="soft"),
+        ]
     )
 
 
