@@ -14,7 +14,7 @@ from modelquirks.planner.checkpoint.open import open_manifest
 from modelquirks.planner.dispatcher import Dispatcher
 from modelquirks.planner.plan import Plan
 from modelquirks.planner.report.content import Area
-from modelquirks.planner.report.families import index_ranges, ranges
+from modelquirks.planner.report.families import few_ranges, index_ranges
 from modelquirks.planner.report.gather import of_manifest, of_plan
 from modelquirks.planner.report.treemap import squarified
 from modelquirks.quirks.family import group
@@ -38,13 +38,13 @@ def unfolded(text: str) -> set[int]:
 @BUSY
 @given(st.sets(st.integers(0, 30), min_size=1, max_size=20))
 def test_ranges_say_exactly_which_numbers_there_are(numbers: set[int]) -> None:
-    text = ranges(numbers)
+    text = few_ranges(numbers)
     if "…" not in text:
         assert unfolded(text) == numbers
 
 
 def test_many_ranges_are_counted() -> None:
-    text = ranges(range(0, 100, 2))
+    text = few_ranges(range(0, 100, 2))
     assert text.startswith("0, 2, 4")
     assert text.endswith("22 … and 38 more ranges")
 

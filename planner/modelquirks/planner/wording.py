@@ -5,12 +5,17 @@ Text comes from checkpoints that anybody may have made: what does not print is w
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
 from modelquirks.planner.placement.memory import show_bytes
 
-__all__ = ["clean", "compact_names", "counted", "show_seconds", "show_shape", "summary"]
+__all__ = ["clean", "compact_names", "counted", "ranges", "show_seconds", "show_shape", "summary"]
+
+_INDEX = re.compile("0|[1-9][0-9]*")
+"""An index as Python writes it: ``01`` is a word."""
 
 
 def clean(text: str) -> str:
@@ -70,25 +75,47 @@ def show_shape(shape: tuple[int, ...] | None) -> str:
 
 
 def compact_names(names: Sequence[str]) -> list[str]:
-    """Return module names with neighbours of one list as a range; the root is ``(all)``.
+    """Return module names, those that differ only in their last index as one, with ranges.
+
+    The root is ``(all)``. Each is where the first of its names was.
 
     >>> compact_names(["embed", "layers.0", "layers.1", "layers.2", "layers.10", ""])
-    ['embed', 'layers.0-2', 'layers.10', '(all)']
+    ['embed', 'layers.0-2,10', '(all)']
+    >>> compact_names(["layers.0.up", "layers.0.down", "layers.1.up", "layers.1.down"])
+    ['layers.{0-1}.up', 'layers.{0-1}.down']
     """
-    runs: list[tuple[str, int | None, int | None]] = []
+    found: dict[tuple[str, str], list[int]] = {}
     for name in names:
-        head, _, last = name.rpartition(".")
-        if not last.isdecimal():
-            runs.append((name, None, None))
-        elif runs and runs[-1][0] == head and runs[-1][2] == int(last) - 1:
-            runs[-1] = (head, runs[-1][1], int(last))
+        segments = name.split(".")
+        at = next(
+            (n for n in reversed(range(len(segments))) if _INDEX.fullmatch(segments[n])), None
+        )
+        if at is None:
+            found[name, ""] = []
         else:
-            runs.append((head, int(last), int(last)))
-    return [_run(*run) for run in runs]
+            around = (".".join(segments[:at]), ".".join(segments[at + 1 :]))
+            found.setdefault(around, []).append(int(segments[at]))
+    return [_compact(*around, indices) for around, indices in found.items()]
 
 
-def _run(head: str, first: int | None, last: int | None) -> str:
-    if first is None:
-        return head or "(all)"
-    prefix = f"{head}." if head else ""
-    return f"{prefix}{first}" if first == last else f"{prefix}{first}-{last}"
+def _compact(before: str, behind: str, indices: Sequence[int]) -> str:
+    if not indices:
+        return before or "(all)"
+    numbers = ranges(indices).replace(", ", ",")
+    if not behind:
+        return f"{before}.{numbers}" if before else numbers
+    middle = numbers if numbers.isdecimal() else f"{{{numbers}}}"
+    return f"{before}.{middle}.{behind}" if before else f"{middle}.{behind}"
+
+
+def ranges(numbers: Iterable[int]) -> str:
+    """Return *numbers* as ranges, each once, in order.
+
+    >>> ranges([0, 1, 2, 5, 7, 8])
+    '0-2, 5, 7-8'
+    """
+    runs = [
+        [number for _, number in run]
+        for _, run in groupby(enumerate(sorted(set(numbers))), key=lambda pair: pair[1] - pair[0])
+    ]
+    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)

@@ -116,5 +116,7 @@ def _show_change(out: Terminal, change: Change) -> None:
 def _signed(seconds: float) -> str:
     if abs(seconds) < 1e-9:
         return "no more"
+    if abs(seconds) < 1e-5:
+        return f"{show_seconds(abs(seconds))} {'less' if seconds < 0 else 'more'}"
     sign = "-" if seconds < 0 else "+"
     return f"{sign}{show_seconds(abs(seconds))}"

@@ -35,6 +35,8 @@ SCHEMA = 1
 
 _SHOWN_FAMILIES = 100
 _SHOWN_FINDINGS = 20
+_NARROW = 72
+"""Columns below which families are listed without a table."""
 STYLES = {"error": "bold red", "warning": "yellow", "info": "cyan"}
 """Severity → style, the gravest first."""
 
@@ -101,6 +103,10 @@ def _show_families(
 ) -> None:
     """Write one line a family; of names alone, only how many there are of each."""
     kept = families if everything else families[:_SHOWN_FAMILIES]
+    if out.width < _NARROW:
+        _list_families(out, manifest, kept)
+        say_left_out(out, len(families) - len(kept), "family", "families")
+        return
     columns = [Column("Family", folds=True), Column("Tensors", "right")]
     rows: list[list[Cell]] = [[show(f.template), f"{len(f):,}"] for f in kept]
     if any(tensor.dtype is not None for tensor in manifest.tensors.values()):
@@ -109,6 +115,16 @@ def _show_families(
             row += _facts(manifest, family.names)
     out.table(columns, rows)
     say_left_out(out, len(families) - len(kept), "family", "families")
+
+
+def _list_families(out: Terminal, manifest: Manifest, families: Sequence[Family]) -> None:
+    """Write each family with its facts in lines of their own: a table would be all name."""
+    for family in families:
+        facts = [counted(len(family), "tensor")]
+        if any(manifest.tensors[name].dtype is not None for name in family.names):
+            facts += _facts(manifest, family.names)
+        out.say(show(family.template))
+        out.say(", ".join(facts), indent=2, style="dim")
 
 
 def _facts(manifest: Manifest, names: Sequence[str]) -> tuple[str, str, str]:

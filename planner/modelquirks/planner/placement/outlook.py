@@ -27,4 +27,5 @@ def predicted(prediction: Prediction) -> str:
         return f"{text}."
     if prediction.gap <= EXACT:
         return f"{text}; no placement takes less."
-    return f"{text}; the best there is takes at most {prediction.gap:.1%} less."
+    less = prediction.gap / (1 + prediction.gap)  # of what it takes, not of the bound
+    return f"{text}; the best there is takes at most {less:.1%} less."

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from itertools import groupby
 from math import prod
 
 from modelquirks.planner.report.content import FamilyRow
-from modelquirks.planner.wording import show_shape
+from modelquirks.planner.wording import ranges, show_shape
 from modelquirks.quirks.family import Family, group, show
 
-__all__ = ["TensorFacts", "family_rows", "index_ranges", "part_of", "ranges"]
+__all__ = ["TensorFacts", "family_rows", "few_ranges", "index_ranges", "part_of"]
 
 TensorFacts = tuple[int | None, str | None, tuple[int, ...] | None]
 """Bytes, dtype and shape of a tensor, as far as they are known."""
@@ -20,18 +19,13 @@ _FEW = 4
 _MANY_RANGES = 12
 
 
-def ranges(numbers: Iterable[int]) -> str:
-    """Return *numbers* as ranges, each once, in order; past twelve ranges the rest is counted.
+def few_ranges(numbers: Iterable[int]) -> str:
+    """Return *numbers* as ranges; past twelve the rest is counted.
 
-    >>> ranges([0, 1, 2, 5, 7, 8])
-    '0-2, 5, 7-8'
+    >>> few_ranges(range(0, 30, 2))
+    '0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22 … and 3 more ranges'
     """
-    distinct = sorted(set(numbers))
-    runs = [
-        [number for _, number in run]
-        for _, run in groupby(enumerate(distinct), key=lambda pair: pair[1] - pair[0])
-    ]
-    shown = [f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs]
+    shown = ranges(numbers).split(", ")
     more = len(shown) - _MANY_RANGES
     return ", ".join(shown[:_MANY_RANGES]) + (f" … and {more} more ranges" if more > 0 else "")
 
@@ -43,7 +37,7 @@ def index_ranges(family: Family) -> tuple[tuple[str, ...], bool]:
     (('0-1', '1'), True)
     """
     columns = [set(column) for column in zip(*family.members, strict=True)]
-    return tuple(map(ranges, columns)), prod(map(len, columns)) == len(set(family.members))
+    return tuple(map(few_ranges, columns)), prod(map(len, columns)) == len(set(family.members))
 
 
 def part_of(template: str) -> str:
