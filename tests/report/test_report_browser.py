@@ -12,10 +12,14 @@ from urllib.parse import quote
 import pytest
 
 from modelquirks.planner.checkpoint.open import open_manifest
+from modelquirks.planner.diff.compare import compare
+from modelquirks.planner.diff.page import page as difference_page
+from modelquirks.planner.diff.sides import of_checkpoint
 from modelquirks.planner.dispatcher import Dispatcher
 from modelquirks.planner.plan import Plan
 from modelquirks.planner.report.gather import of_plan
 from modelquirks.planner.report.page import page
+from modelquirks.quirks.registry import Registry
 
 if TYPE_CHECKING:
     from tests.report.conftest import Browser
@@ -39,7 +43,10 @@ def pages(
     for name, (plan, root) in plans.items():
         text = page(of_plan(plan, open_manifest(root)))
         (folder / f"{name}.html").write_text(text, encoding="utf-8")
-    return {name: folder / f"{name}.html" for name in plans}
+    manifests = [open_manifest(folder) for folder in (big, hostile)]
+    sides = [of_checkpoint(manifest, Registry.load()) for manifest in manifests]
+    (folder / "diff.html").write_text(difference_page(compare(*sides)), encoding="utf-8")
+    return {name: folder / f"{name}.html" for name in (*plans, "diff")}
 
 
 def shown(browser: Browser, selector: str) -> list[str]:
@@ -54,7 +61,7 @@ def address(browser: Browser) -> str:
     return found
 
 
-@pytest.mark.parametrize("name", ["big", "hostile", "faulty"])
+@pytest.mark.parametrize("name", ["big", "hostile", "faulty", "diff"])
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [1280, 768, 375])
 def test_a_page_shows_without_a_complaint_a_request_or_a_sideways_scroll(
@@ -199,6 +206,14 @@ def test_the_audit_is_filtered_by_severity_code_and_text(
     assert shown(browser, "tr[data-severity]") == []
     browser.click("#reset")
     assert shown(browser, "tr[data-severity]") == everything
+
+
+def test_differences_are_filtered_too(browser: Browser, pages: dict[str, Path]) -> None:
+    browser.look(width=1280)
+    browser.open(pages["diff"], fragment="#code=added&text=onerror")
+    (row,) = shown(browser, "tr[data-severity]")
+    assert row.startswith("added")
+    assert browser.said == []
 
 
 def test_keys_move_between_tiles_and_choose_one(browser: Browser, pages: dict[str, Path]) -> None:

@@ -272,3 +272,12 @@ def test_a_page_that_cannot_be_written_is_a_bad_call(
     path = tmp_path / "nowhere" / "report.html"
     assert main(["inspect", str(hostile), "--html", str(path)]) == 2
     assert str(path) in capsys.readouterr().err
+
+
+def test_the_pictures_in_the_docs_are_there_and_small() -> None:
+    docs = Path(__file__).parents[2] / "docs"
+    named = re.findall(r"\]\((images/[^)]+)\)", (docs / "reports.md").read_text(encoding="utf-8"))
+    assert len(named) == 2
+    for name in named:
+        assert (docs / name).read_bytes().startswith(b"\x89PNG")
+        assert (docs / name).stat().st_size < 150_000
