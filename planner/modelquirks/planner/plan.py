@@ -17,6 +17,7 @@ from modelquirks.planner.placement.memory import Device
 from modelquirks.planner.placement.placement import DeviceMemory, Inputs, Placement, Prediction
 from modelquirks.planner.placement.workload import Reserve
 from modelquirks.planner.typed import misfits
+from modelquirks.planner.writing import write_whole
 from modelquirks.quirks.recipe import RecipeError
 
 if TYPE_CHECKING:
@@ -177,7 +178,7 @@ class Plan:
             "options": self.options._asdict(),
             "opening": asdict(self.opening),
         }
-        _write(Path(path), json.dumps(data, indent=1) + "\n")
+        write_whole(Path(path), json.dumps(data, indent=1) + "\n")
 
     @classmethod
     def load(cls, path: str | Path, *, checkpoint: str | Path | None = None) -> Plan:
@@ -259,17 +260,6 @@ _KINDS: tuple[tuple[str, Any], ...] = (
     ("opening", OpenOptions),
 )
 """What execution goes by. A plan is a file that people edit."""
-
-
-def _write(target: Path, text: str) -> None:
-    """Write a file whole or not at all; an OSError names *target*."""
-    partial = target.with_name(target.name + ".part")
-    try:
-        partial.write_text(text, encoding="utf-8")
-        partial.replace(target)
-    except OSError as error:
-        partial.unlink(missing_ok=True)
-        raise type(error)(error.errno, error.strerror, str(target)) from error
 
 
 def _listed(title: str, lines: Sequence[str]) -> str:

@@ -6,7 +6,7 @@ import argparse
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from modelquirks.planner.checkpoint.open import open_manifest
 from modelquirks.planner.cli.command import CallError, Exit
@@ -17,12 +17,13 @@ from modelquirks.planner.cli.offload import add_offload, offload_options
 from modelquirks.planner.cli.opening import add_opening, opening_options
 from modelquirks.planner.cli.placing import add_placing, checked, placing_options
 from modelquirks.planner.cli.plugins import add_no_plugin, load_registry
-from modelquirks.planner.cli.report import write_json
+from modelquirks.planner.cli.report import add_html, write_json
 from modelquirks.planner.cli.report_plan import show_plan, show_verdict
 from modelquirks.planner.cli.terminal import Terminal, progress
 from modelquirks.planner.dispatcher import Dispatcher
 from modelquirks.planner.finding import Finding
 from modelquirks.planner.plan import Plan
+from modelquirks.planner.writing import write_whole
 
 if TYPE_CHECKING:
     from modelquirks.planner.checkpoint.manifest import Manifest
@@ -39,6 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="write JSON instead of tables")
     parser.add_argument("--all", action="store_true", help="list everything, however long")
     parser.add_argument("-o", "--output", metavar="FILE", type=Path, help="save the plan as JSON")
+    add_html(parser)
     add_model(parser)
     add_no_plugin(parser)
     group = add_placing(parser)
@@ -77,7 +79,12 @@ def add_naming(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> Exit:
     """Plan, report, and without ``--dry-run`` load."""
     options = {**offload_options(args), **loading_options(args)}
-    plan, built = _planned(args)
+    plan, built, manifest = _planned(args)
+    if args.html is not None:
+        from modelquirks.planner.report.gather import of_plan
+        from modelquirks.planner.report.page import page
+
+        write_whole(args.html, page(of_plan(plan, manifest)))
     if args.output is not None:
         plan.save(args.output)
     if args.materialize and plan.ok:
@@ -118,10 +125,16 @@ def _built(args: argparse.Namespace, manifest: Manifest, registry: Registry) -> 
 
 def planned(args: argparse.Namespace) -> Plan:
     """Return the plan that the arguments ask for."""
-    return _planned(args)[0]
+    return _planned(args).plan
 
 
-def _planned(args: argparse.Namespace) -> tuple[Plan, Built | None]:
+class _Planned(NamedTuple):
+    plan: Plan
+    built: Built | None
+    manifest: Manifest
+
+
+def _planned(args: argparse.Namespace) -> _Planned:
     registry = load_registry(args)
     with progress("Reading headers"):
         manifest = open_manifest(args.checkpoint, lambda: registry, opening_options(args))
@@ -141,7 +154,7 @@ def _planned(args: argparse.Namespace) -> tuple[Plan, Built | None]:
             expert_offload=not getattr(args, "no_expert_offload", False),
             **placing_options(args),
         )
-    return plan, built
+    return _Planned(plan, built, manifest)
 
 
 def _foreseen(plan: Plan, built: Built | None, folder: str) -> Finding:
