@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from modelquirks.quirks.family import show
 from modelquirks.quirks.pattern import Pattern
@@ -41,7 +41,7 @@ def why(
     for condition in conditions(match, config, first, container):
         if not condition.holds:
             return None
-        if not condition.is_denial:
+        if condition.about != "denial":
             reasons.append(condition.text)
     return ", ".join(reasons)
 
@@ -52,8 +52,8 @@ class Condition(NamedTuple):
     holds: bool
     text: str
     """A phrase: what fits if it holds, and if it does not what was found and what was expected."""
-    is_denial: bool = False
-    """It asks for something not to be there."""
+    about: Literal["config", "names", "denial"] = "names"
+    """``denial``: it asks for names not to be there."""
 
 
 def conditions(
@@ -77,10 +77,10 @@ def conditions(
         if not wanted:
             continue
         if hits := sorted(set(wanted) & found):
-            yield Condition(True, f"{what} {hits[0]!r}")
+            yield Condition(True, f"{what} {hits[0]!r}", "config")
         else:
             was = f"{what} is {_either(sorted(found))}" if found else f"there is no {what}"
-            yield Condition(False, f"{was}, expected {_either(wanted)}")
+            yield Condition(False, f"{was}, expected {_either(wanted)}", "config")
     for texts in ((match.any_of,) if match.any_of else ()) + tuple((t,) for t in match.all_of):
         hit = next((h for t in texts if (h := first(Pattern(t))) is not None), None)
         if hit is None:
@@ -89,9 +89,10 @@ def conditions(
             yield Condition(True, f"names like {show(hit)!r}")
     for text in match.none_of:
         if (hit := first(Pattern(text))) is None:
-            yield Condition(True, f"no name fits {text!r}", True)
+            yield Condition(True, f"no name fits {text!r}", "denial")
         else:
-            yield Condition(False, f"names like {show(hit)!r} fit {text!r}, and must not", True)
+            told = f"names like {show(hit)!r} fit {text!r}, and must not"
+            yield Condition(False, told, "denial")
 
 
 def _either(values: Sequence[str]) -> str:

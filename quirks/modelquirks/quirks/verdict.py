@@ -21,11 +21,8 @@ class Verdict(NamedTuple):
     """Why it applies; or everything that keeps it from that, with what was found."""
     fits: tuple[str, ...] = ()
     """Of a record that does not apply: what it asks for and is there."""
-
-    @property
-    def is_near(self) -> bool:
-        """Whether it does not apply although something of its match fits."""
-        return not self.applies and bool(self.fits)
+    is_near: bool = False
+    """It does not apply although config.json is one that it asks for, or it was passed over."""
 
 
 def verdicts(
@@ -57,6 +54,9 @@ def _refused(one: Registered, resolution: Resolution, facts: Facts) -> Verdict:
         conditions(record.match, facts.config, lambda p: first_name(p, names), facts.container)
     )
     unmet = tuple(c.text for c in judged if not c.holds)
-    fits = tuple(c.text for c in judged if c.holds and not c.is_denial)
+    fits = tuple(c.text for c in judged if c.holds and c.about != "denial")
     over = resolution.passed_over.get(record.name)
-    return Verdict(one, False, unmet if over is None else (over, *unmet), fits)
+    if over is not None:
+        return Verdict(one, False, (over, *unmet), fits, True)
+    is_near = any(c.holds for c in judged if c.about == "config")
+    return Verdict(one, False, unmet, fits, is_near)

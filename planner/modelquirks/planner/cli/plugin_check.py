@@ -162,7 +162,8 @@ def _check_checkpoint(args: argparse.Namespace, registry: Registry, manifest: Ma
         out = Terminal(sys.stdout)
         out.say(str(manifest.path), style="bold")
         out.say(summary(manifest.to_json()), indent=2)
-        _show(out, told, len(found) - len(told))
+        everything = args.all or bool(args.record)
+        _show(out, told, len(found) - len(told), everything=everything)
         for conflict in resolution.conflicts:
             out.say()
             out.say(f"Conflict: {conflict}", style="bold red")
@@ -205,27 +206,34 @@ def _near(match: Match, resolution: Resolution) -> Iterator[str]:
             yield f"nearest to {text!r}: {shown(near)}"
 
 
-def _show(out: Terminal, told: Sequence[_Told], n_left_out: int) -> None:
+def _show(out: Terminal, told: Sequence[_Told], n_left_out: int, *, everything: bool) -> None:
     for title, applies in (("Applies", True), ("Does not apply", False)):
         some = [one for one in told if one.verdict.applies is applies]
         if some:
             out.say()
             out.say(title, style="bold")
         for one in some:
-            _show_one(out, one)
+            _show_one(out, one, everything=everything)
     if n_left_out:
         out.say()
         records = counted(n_left_out, "more record", "more records")
         out.say(f"… and {records} that ask for something else (--all lists them)", style="dim")
 
 
-def _show_one(out: Terminal, one: _Told) -> None:
+def _show_one(out: Terminal, one: _Told, *, everything: bool) -> None:
     record, verdict = one.one.record, one.verdict
     out.say(f"{record.name} ({record.role}) from {one.one.origin}", indent=2)
     for reason in verdict.why:
         out.say(reason, indent=4, style="" if verdict.applies else "yellow")
     for text in one.near:
         out.say(text, indent=4, style="dim")
-    if verdict.is_near:
+    if verdict.fits:
         out.say(f"but this fits: {', '.join(verdict.fits)}", indent=4, style="dim")
-    show_rules(out, [r for r in one.rules if r.n_tensors is not None])
+    show_rules(out, _shown_rules(one, everything=everything), indent=4)
+
+
+def _shown_rules(one: _Told, *, everything: bool) -> Sequence[Rule]:
+    """Return the rules that a checkpoint can tell about; of ours not those that are idle."""
+    foreign = one.one.origin.distribution != _OURS
+    told = [rule for rule in one.rules if rule.n_tensors is not None]
+    return [rule for rule in told if everything or foreign or rule.n_tensors]

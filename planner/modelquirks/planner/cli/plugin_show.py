@@ -126,7 +126,7 @@ def _asked(one: Registered) -> Iterable[str]:
             yield from (f"{verb} {value!r}" for value in values)
 
 
-def show_rules(out: Terminal, rules: Sequence[Rule]) -> None:
+def show_rules(out: Terminal, rules: Sequence[Rule], *, indent: int = 2) -> None:
     """Write the rules, each kind named once; with how many tensors each is about, if known."""
     if not rules:
         return
@@ -139,6 +139,6 @@ def show_rules(out: Terminal, rules: Sequence[Rule]) -> None:
             told = "" if rule.n_tensors is None else f"{rule.n_tensors:,}"
             middle = [Styled(told, idle)] if counted else []
             rows.append(
-                [Styled("" if number else kind, "dim", 2), *middle, Styled(rule.text, idle)]
+                [Styled("" if number else kind, "dim", indent), *middle, Styled(rule.text, idle)]
             )
     out.table(columns, rows)
