@@ -10,8 +10,8 @@
         names = canonical_names(modelquirks_acme, LISTING)
         assert names == {"body.0.weight": "layers.0.weight"}
 
-Each function registers only the plugin that it is given, beside nothing that is installed, and
-raises what is wrong with it.
+Each function registers only the plugin that it is given, nothing that is installed, and raises what
+is wrong with it.
 """
 
 from __future__ import annotations
@@ -76,22 +76,28 @@ def check_plugin(*plugins: object) -> None:
         raise AssertionError("\n- ".join(("the plugin is not sound:", *faults)))
 
 
-def applied(plugin: object, listing: Listing) -> Mapping[str, str]:
+def applied(
+    plugin: object, listing: Listing, *, beside: Iterable[object] = ()
+) -> Mapping[str, str]:
     """Return the records of *plugin* that apply to the checkpoint of *listing*, each with why.
 
-    Raises AssertionError if records are in conflict.
+    *beside* are other plugins that take part, such as ``modelquirks.plugins.wrappers``. Raises
+    AssertionError if records are in conflict.
     """
-    resolution = _resolved(registry_of(plugin), listing)
+    resolution = _resolved(registry_of(plugin, *beside), listing)
     return {one.record.name: one.why for one in resolution.applied}
 
 
-def canonical_names(plugin: object, listing: Listing) -> Mapping[str, str]:
+def canonical_names(
+    plugin: object, listing: Listing, *, beside: Iterable[object] = ()
+) -> Mapping[str, str]:
     """Return for each stored name what *plugin* makes of it: the name that the model has.
 
     Of a part of a packed weight that is the name of the weight. Of a tensor that a conversion reads
-    it is the name after the aliases; :func:`plan_of` says what it makes.
+    it is the name after the aliases; :func:`plan_of` says what it makes. *beside* and errors are
+    those of :func:`applied`.
     """
-    registry = registry_of(plugin)
+    registry = registry_of(plugin, *beside)
     resolution = _resolved(registry, listing)
     offers = find_offers(resolution, listing.config, (), registry.schemes)
     names = dict(offers.called)
@@ -104,7 +110,14 @@ def canonical_names(plugin: object, listing: Listing) -> Mapping[str, str]:
     return {stored: weights.get(name, name) for stored, name in names.items()}
 
 
-def plan_of(plugin: object, listing: Listing, model: Mapping[str, str], **options: Any) -> Plan:
+def plan_of(
+    plugin: object,
+    listing: Listing,
+    model: Mapping[str, str],
+    *,
+    beside: Iterable[object] = (),
+    **options: Any,
+) -> Plan:
     """Return the plan for loading the checkpoint of *listing* into a *model*, with *plugin* alone.
 
     *model* has the model's tensors, as the listing has those stored: ``{"head.weight": "F32 [8,
@@ -125,7 +138,9 @@ def plan_of(plugin: object, listing: Listing, model: Mapping[str, str], **option
     }
     skeleton = Skeleton("the test", tensors, modules)
     options.setdefault("device_map", {"": "cpu"})
-    return Dispatcher(registry_of(plugin)).plan(listing.manifest(), model=skeleton, **options)
+    return Dispatcher(registry_of(plugin, *beside)).plan(
+        listing.manifest(), model=skeleton, **options
+    )
 
 
 def _resolved(registry: Registry, listing: Listing) -> Resolution:

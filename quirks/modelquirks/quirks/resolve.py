@@ -292,12 +292,10 @@ def _most_specific(chosen: Sequence[Applied], request: _Request) -> list[Applied
         return []
     top = max(a.record.match.specificity for a in pool)
     best = [a for a in pool if a.record.match.specificity == top]
+    _pass_over(request, pool, best, f"{best[0].record.name!r} matches by more")
     if len(best) == 1:
-        _pass_over(
-            request, chosen, best, f"{best[0].record.name!r} is asked for, or matches by more"
-        )
         return best
-    _pass_over(request, chosen, (), "it is in conflict with another record")
+    _pass_over(request, best, (), "it is in conflict with another record")
     request.conflicts.append(
         f"{len(best)} architecture quirks match equally well: {_named(best)}. "
         f"Choose with --quirk {best[0].record.name} or --no-quirk {best[1].record.name}; "

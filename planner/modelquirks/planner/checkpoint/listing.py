@@ -88,7 +88,7 @@ class Listing:
         for name, text in self.tensors.items():
             dtype, shape = _type(text)
             if dtype is None or shape is None:
-                tensors[name] = StoredTensor(name, _FILE)
+                tensors[name] = StoredTensor(name, _FILE, dtype, shape)
                 continue
             begin, end = end, end + nbytes(dtype, shape)
             tensors[name] = StoredTensor(name, _FILE, dtype, shape, begin, end)
