@@ -49,7 +49,7 @@ def test_the_record_of_the_guide_is_sound() -> None:
     exec(source, space)
     record = space["RECORD"]
     assert isinstance(record, ModelQuirks)
-    testing.check_record(record, ["body.0.weight", "top.bias", "body.1.angles"])
+    testing.check_record(record, ["body.0.weight", "body.2.qkv", "top.bias", "body.1.angles"])
 
 
 def test_every_function_of_the_kit_is_in_the_guide() -> None:

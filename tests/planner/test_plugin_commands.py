@@ -285,21 +285,6 @@ def failed_tests(folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str
     return failed
 
 
-def test_pytest_passes_in_a_new_package(call: Call, tmp_path: Path) -> None:
-    folder = made(call, tmp_path)
-    path = os.pathsep.join([str(folder / "src"), *sys.path])
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout
-    assert "3 passed" in done.stdout
-
-
 def test_a_new_package_of_a_checkpoint_holds_its_listing_and_passes_its_tests(
     call: Call, tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -178,8 +178,8 @@ def _next_steps(folder: Path, name: str, source: str | None) -> str:
             f"  tests/test_{name}.py   what it must do",
             "",
             "Then:",
-            f"  pip install -e {folder}",
-            f"  pytest {folder}",
+            f"  pip install -e {folder} pytest",
+            f"  python -m pytest {folder}",
             f"  modelquirks plugins check {source or 'CHECKPOINT'} --record {name}",
         )
     )
