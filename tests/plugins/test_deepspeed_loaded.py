@@ -18,7 +18,11 @@ from modelquirks.plugins import deepspeed
 from modelquirks.quirks.registry import Registry
 
 DATA = Path(__file__).parents[1] / "data" / "deepspeed"
-CASES = sorted(path.name for path in DATA.iterdir() if path.is_dir())
+CASES = sorted(
+    path.parent.name
+    for path in DATA.glob("*/truth.json")
+    if path.parent.name != "universal_from_round_robin"  # has wrong values, and is refused
+)
 
 
 def registry() -> Registry:
@@ -51,10 +55,6 @@ def planned(path: Path, model: nn.Module) -> Plan:
 @pytest.mark.parametrize("case", CASES)
 def test_a_real_checkpoint_loads_bit_for_bit(case: str, tmp_path: Path) -> None:
     truth = load_file(DATA / case / "truth.safetensors")
-    stored = open_manifest(DATA / case, registry).tensors
-    if case == "universal_from_zero1_bf16":  # a counter is among the fp32 there
-        assert (truth["count"].dtype, stored["count"].dtype) == (torch.int64, "F32")
-        truth["count"] = truth["count"].float()
     model = model_of(truth)
     plan = planned(DATA / case, model)
     assert plan.ok, plan.problems

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from modelquirks.planner.checkpoint.open import open_manifest
 from modelquirks.planner.cli.command import CallError, Exit
+from modelquirks.planner.cli.opening import add_opening, opening_options
 from modelquirks.planner.cli.plugin_show import show_rules
 from modelquirks.planner.cli.report import (
     SCHEMA,
@@ -83,6 +84,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--all", action="store_true", help="also what is nothing special")
     parser.add_argument("--json", action="store_true", help="write JSON instead of text")
+    add_opening(parser)
 
 
 def run(args: argparse.Namespace, registry: Registry) -> Exit:
@@ -99,7 +101,7 @@ def run(args: argparse.Namespace, registry: Registry) -> Exit:
     if args.checkpoint is None:
         return _check_registry(args, registry)
     with progress("Reading headers"):
-        manifest = open_manifest(args.checkpoint, lambda: registry)
+        manifest = open_manifest(args.checkpoint, lambda: registry, opening_options(args))
     return _check_checkpoint(args, registry, manifest)
 
 

@@ -15,12 +15,13 @@ from modelquirks.quirks.hookspecs import hookimpl
 
 if TYPE_CHECKING:
     from modelquirks.planner.checkpoint.opened import Opened
+    from modelquirks.planner.checkpoint.openoptions import OpenOptions
 
 __all__ = ["modelquirks_open"]
 
 
 @hookimpl
-def modelquirks_open(path: Path, names: Sequence[str]) -> Opened | None:
+def modelquirks_open(path: Path, names: Sequence[str], options: OpenOptions) -> Opened | None:
     """Open the folder of a saved state, or one with such folders in it."""
     del names  # a folder with states has no other name that could be told
     if not path.is_dir():
@@ -28,4 +29,4 @@ def modelquirks_open(path: Path, names: Sequence[str]) -> Opened | None:
     from modelquirks.plugins.deepspeed.files import has_states  # records need no planner
     from modelquirks.plugins.deepspeed.opening import open_state
 
-    return open_state(path) if has_states(path) else None
+    return open_state(path, options) if has_states(path) else None

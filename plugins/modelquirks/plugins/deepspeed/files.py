@@ -98,10 +98,11 @@ def locate(path: Path, tag: str | None = None) -> Folder:
     """Return the folder of the state called *tag* below *path*.
 
     Without a tag: *path* itself if it has the files; else the tag in the file ``latest``, then in
-    ``latest_universal``; else the only subfolder that has such files. Raises
-    :class:`CheckpointError`, which names the tags there are, if none of these is to be had.
+    ``latest_universal``; else the only subfolder that has such files. *path* may be the folder of
+    the tag itself. Raises :class:`CheckpointError`, which names the tags there are, if none of
+    these is to be had.
     """
-    if tag is not None:
+    if tag is not None and not (path.name == tag and _holds_states(path)):
         return _tagged(path, tag, said="the tag given")
     if _holds_states(path):
         return Folder(path, path.name, _is_universal(path))
