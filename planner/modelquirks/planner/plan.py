@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     import torch
 
     from modelquirks.planner.execution.execute import ExecutionReport
+    from modelquirks.planner.execution.stream import Ties, WeightStream
     from modelquirks.quirks.registry import Registry
 
 __all__ = ["EMPTY_AUDIT", "SCHEMA", "ModelFacts", "Options", "Plan", "PlanError", "QuirkNote"]
@@ -245,6 +246,37 @@ class Plan:
         from modelquirks.planner.execution.perform import perform
 
         return perform(self, model, **options)
+
+    def weights(
+        self,
+        names: Iterable[str] | None = None,
+        *,
+        device: torch.device | str = "cpu",
+        ties: Ties = "once",
+        copy: bool = False,
+        load_memory: int | str | None = None,
+    ) -> WeightStream:
+        """Return the planned tensors as ``(name, tensor)`` pairs, made as they are iterated over.
+
+        For servers that fill their modules themselves: ``server.load_weights(plan.weights())``.
+        Names, shapes and dtypes are those of the model that the plan was made for; it need not be
+        there any more. The order is that of the files. *names* (names or patterns,
+        ``"model.layers.{0}.**"``) chooses some. All go to *device*; the device map plays no role. A
+        tied tensor comes once, under the name that owns it, or with ``ties="each"`` under each
+        of its names, the same object every time.
+
+        On the CPU, what a file holds as it is needed is a view of the mapped file, of which only
+        what is used is read; *copy* makes copies. *load_memory* bounds what making the others
+        takes beside them, as in :meth:`load_into`.
+
+        Raises PlanError if the plan cannot be used or the files have changed, ValueError for names
+        that it does not make.
+        """
+        from modelquirks.planner.execution.stream import WeightStream
+
+        return WeightStream(
+            self, names, device=device, ties=ties, copy=copy, load_memory=load_memory
+        )
 
 
 _KINDS: tuple[tuple[str, Any], ...] = (

@@ -25,6 +25,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("checkpoint", metavar="CHECKPOINT", help="folder, weight file or index")
     parser.add_argument("--all", action="store_true", help="list every family and finding")
     parser.add_argument("--json", action="store_true", help="write JSON instead of tables")
+    parser.add_argument(
+        "--listing",
+        metavar="FILE",
+        help="also write names, dtypes, shapes and config to FILE: what proves a quirk",
+    )
     add_opening(parser)
     add_html(parser)
 
@@ -42,6 +47,10 @@ def run(args: argparse.Namespace) -> Exit:
         write_json({"schema": SCHEMA, "checkpoint": manifest.to_json()}, sys.stdout)
     else:
         show_manifest(Terminal(sys.stdout), manifest, everything=args.all)
+    if args.listing is not None:
+        from modelquirks.planner.checkpoint.listing import Listing
+
+        Listing.of(manifest).write(args.listing)
     code = verdict(manifest)
     if code is Exit.BAD_CALL:
         note_unreadable(args.checkpoint)

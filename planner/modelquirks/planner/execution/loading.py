@@ -28,7 +28,7 @@ from modelquirks.planner.execution.upload import Upload
 from modelquirks.planner.placement.memory import Device
 from modelquirks.quirks.recipe import Cast, Dequantize, Reshape, Stack
 
-__all__ = ["Loaded", "Piece", "Write", "load", "pieces", "work_bytes"]
+__all__ = ["Loaded", "Piece", "Write", "in_file_order", "load", "pieces", "work_bytes"]
 
 Write = Callable[[LoadItem, Region, torch.Tensor], object]
 """Writes a region of an item, as it is in memory, to a tensor on the CPU."""
@@ -82,7 +82,7 @@ def load(
     *write* makes a region of one; it is called from several threads. *tensors* are the stored
     ones. Raises :class:`ExecutionError` with the name of the first item that cannot be made.
     """
-    ordered = _in_order(wanted, tensors)
+    ordered = in_file_order(wanted, tensors)
     made = {item.name: _empty(item, device) for item, device in ordered}
     limit, n_threads = options.memory_bytes, options.n_threads(available_cpus())
     jobs = [p for item, _ in ordered for p in pieces(item, tensors, memory=limit // n_threads)]
@@ -169,7 +169,7 @@ def _empty(item: LoadItem, device: Device | torch.device) -> torch.Tensor:
         raise ExecutionError(f"{item} cannot be put on {device!r}: {error}") from error
 
 
-def _in_order(
+def in_file_order(
     wanted: Iterable[tuple[LoadItem, Device | torch.device]],
     tensors: Mapping[str, StoredTensor],
 ) -> list[tuple[LoadItem, Device | torch.device]]:
