@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from modelquirks.planner.adapter.joint import AdapterFacts
 from modelquirks.planner.checkpoint.manifest import Shard
 from modelquirks.planner.finding import Finding, shown
 from modelquirks.planner.mapping.audit import Audit, Entry, Suggestion
@@ -87,6 +89,8 @@ class Plan:
     findings: tuple[Finding, ...] = ()
     """What was found beyond the checkpoint, the audit and the placement."""
     options: Options = field(default_factory=Options)
+    adapter: AdapterFacts | None = None
+    """The adapter that is loaded with it, merged or beside."""
     moved: bool = False
     """The files lie elsewhere now, so their times say nothing."""
     registry: Registry | None = field(default=None, compare=False, repr=False)
@@ -149,6 +153,7 @@ class Plan:
             "placement": self.placement.to_json(),
             "findings": [f.to_json() for f in self.all_findings],
             "ok": self.ok,
+            **({} if self.adapter is None else {"adapter": self.adapter.to_json()}),
         }
 
     def save(self, path: str | Path) -> None:
@@ -172,6 +177,7 @@ class Plan:
             "placing": None if (inputs := self.placement.inputs) is None else inputs.to_json(),
             "placement_findings": [f.to_json() for f in self.placement.findings],
             "options": self.options._asdict(),
+            "adapter": None if self.adapter is None else os.path.abspath(self.adapter.path),
         }
         _write(Path(path), json.dumps(data, indent=1) + "\n")
 
@@ -252,6 +258,7 @@ _KINDS: tuple[tuple[str, Any], ...] = (
     ("compare", tuple[tuple[str, ...], ...]),
     ("all_findings", tuple[Finding, ...]),
     ("options", Options),
+    ("adapter", AdapterFacts | None),
 )
 """What execution goes by. A plan is a file that people edit."""
 
@@ -338,8 +345,15 @@ def _from_json(cls: type[Plan], data: Mapping[str, Any], moved: str | Path | Non
         compare=tuple(tuple(names) for names in stored["compare"]),
         findings=_findings(stored["findings"]),
         options=Options(**stored["options"]),
+        adapter=_adapter(data.get("adapter"), stored.get("adapter")),
         moved=moved is not None,
     )
+
+
+def _adapter(data: Mapping[str, Any] | None, path: str | None) -> AdapterFacts | None:
+    """Return the adapter of a plan file, by its absolute path."""
+    facts = AdapterFacts.from_json(data)
+    return facts if facts is None or path is None else facts._replace(path=path)
 
 
 def _placement(data: Mapping[str, Any], stored: Mapping[str, Any]) -> Placement:
