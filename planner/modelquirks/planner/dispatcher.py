@@ -152,7 +152,7 @@ class Dispatcher:
                 skeleton,
                 offers,
                 resolution,
-                ties=groups if joint is None else [*joint.ties(groups)],
+                ties=groups if joint is None else joint.ties(groups),
                 schemes=self.registry.schemes,
                 dtype=DtypeRule.of(
                     _dtype(dtype), skeleton, _kept(resolution), _own_dtype(offers, joint)

@@ -111,12 +111,12 @@ class Joint:
             return offers
         return merged(offers, self._bounds[0].by_name())
 
-    def ties(self, groups: Sequence[TieGroup]) -> Iterator[TieGroup]:
-        """Yield *groups* without those whose names an adapter gives different weights."""
-        for tie in groups:
-            alone = self._retrained.intersection(tie.names)
-            if not (self.merge and tie.only_fills and alone and not alone.issuperset(tie.names)):
-                yield tie
+    def ties(self, groups: Sequence[TieGroup]) -> list[TieGroup]:
+        """Return *groups* without those of which the adapter retrained some names only.
+
+        A group that the model itself has stays: :meth:`findings` tells of it.
+        """
+        return [tie for tie in groups if not (tie.only_fills and self._torn(tie))]
 
     def findings(self, ties: Sequence[TieGroup], offers: Offers) -> Iterator[Finding]:
         """Yield everything that is odd about the two together."""
@@ -131,7 +131,7 @@ class Joint:
             yield from mergeable(self.adapter)
         yield from self._about_model()
         yield from checked(self.adapter, self._base_of(offers, own=True), self._found)
-        yield from self._torn(ties)
+        yield from self._about_ties(ties)
 
     @property
     def facts(self) -> AdapterFacts:
@@ -216,19 +216,23 @@ class Joint:
             text = f"the PEFT model has no place for these tensors of the adapter: {shown(idle)}"
             yield Finding("adapter-unused", "error", text)
 
-    def _torn(self, ties: Sequence[TieGroup]) -> Iterator[Finding]:
-        """Yield the weights that the adapter has whole and the model ties to another."""
-        if not self.merge:
-            return
+    def _about_ties(self, ties: Sequence[TieGroup]) -> Iterator[Finding]:
+        """Yield the weights that were retrained by themselves and that the model ties to others."""
         for tie in ties:
-            alone = self._retrained.intersection(tie.names)
-            if alone and not tie.only_fills and not alone.issuperset(tie.names):
-                others = [name for name in tie.names if name not in alone]
-                text = (
-                    f"{shown(sorted(alone))} was retrained by itself, and the model has it as one "
-                    f"tensor with {shown(others)}, which PEFT would leave as in the base. Build the "
-                    "model with tie_word_embeddings=False, or have the adapter saved with "
-                    "ensure_weight_tying"
-                )
-                yield Finding("adapter-tie", "error", text)
+            if tie.only_fills or not (left := self._torn(tie)):
+                continue
+            alone = [name for name in tie.names if name not in left]
+            text = (
+                f"{shown(alone)} was retrained by itself, and the model has it as one tensor with "
+                f"{shown(left)}, which PEFT leaves as in the base. Build the model with "
+                f"tie_word_embeddings=False and give --alias '{alone[0]}={left[0]}', or have the "
+                "adapter saved with ensure_weight_tying"
+            )
+            yield Finding("adapter-tie", "error", text)
 
+    def _torn(self, tie: TieGroup) -> list[str]:
+        """Return the names of *tie* that stay the base's while others are retrained."""
+        if not self.merge or self._retrained.isdisjoint(tie.names):
+            return []
+        whole = {one.name for one in self._found.bound if one.scheme == "whole"}
+        return [name for name in tie.names if name not in whole]

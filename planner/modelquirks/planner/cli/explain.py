@@ -7,6 +7,7 @@ import json
 import sys
 from pathlib import Path
 
+from modelquirks.planner.cli.adapter import add_adapter
 from modelquirks.planner.cli.command import Exit
 from modelquirks.planner.cli.model import add_model
 from modelquirks.planner.cli.placing import add_placing, checked
@@ -38,6 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--json", action="store_true", help="write JSON instead of text")
     add_model(parser)
+    add_adapter(parser)
     add_no_plugin(parser)
     add_placing(parser)
     add_naming(parser)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from modelquirks.planner.checkpoint.open import open_manifest
+from modelquirks.planner.cli.adapter import adapter_of, add_adapter
 from modelquirks.planner.cli.command import CallError, Exit
 from modelquirks.planner.cli.inspect import note_unreadable
 from modelquirks.planner.cli.loading import add_loading, loading_options
@@ -24,6 +25,7 @@ from modelquirks.planner.finding import Finding
 from modelquirks.planner.plan import Plan
 
 if TYPE_CHECKING:
+    from modelquirks.planner.adapter.adapter import Adapter
     from modelquirks.planner.checkpoint.manifest import Manifest
     from modelquirks.planner.model.skeleton import Skeleton
     from modelquirks.quirks.registry import Registry
@@ -39,6 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--all", action="store_true", help="list everything, however long")
     parser.add_argument("-o", "--output", metavar="FILE", type=Path, help="save the plan as JSON")
     add_model(parser)
+    add_adapter(parser)
     add_no_plugin(parser)
     group = add_placing(parser)
     add_offload(group)
@@ -105,13 +108,15 @@ def verdict(plan: Plan) -> Exit:
     return Exit.UNUSABLE if plan.checkpoint["tensors"] else Exit.BAD_CALL
 
 
-def _built(args: argparse.Namespace, manifest: Manifest, registry: Registry) -> Built | None:
+def _built(
+    args: argparse.Namespace, manifest: Manifest, registry: Registry, adapter: Adapter | None
+) -> Built | None:
     """Return the model, which a dry run does without unless it is asked for."""
     spec: str | None = args.model or (None if args.dry_run else TRANSFORMERS)
     if spec is None:
         return None
     with progress("Building the model without its weights"):
-        return build(spec, manifest, registry)
+        return build(spec, manifest, registry, adapter=None if args.merge else adapter)
 
 
 def planned(args: argparse.Namespace) -> Plan:
@@ -123,7 +128,8 @@ def _planned(args: argparse.Namespace) -> tuple[Plan, Built | None]:
     registry = load_registry(args)
     with progress("Reading headers"):
         manifest = open_manifest(args.checkpoint, lambda: registry)
-    built = _built(args, manifest, registry)
+        adapter = adapter_of(args, registry)
+    built = _built(args, manifest, registry, adapter)
     with progress("Planning"):
         plan = Dispatcher(registry).plan(
             manifest,
@@ -137,6 +143,8 @@ def _planned(args: argparse.Namespace) -> tuple[Plan, Built | None]:
             min_coverage=args.min_coverage,
             dequantize=args.dequantize,
             expert_offload=not getattr(args, "no_expert_offload", False),
+            adapter=adapter,
+            merge_adapter=args.merge,
             **placing_options(args),
         )
     return plan, built
