@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from modelquirks.planner.finding import shown
+
 if TYPE_CHECKING:
     import torch
 
@@ -36,8 +38,16 @@ def with_places(model: torch.nn.Module, adapter: Adapter) -> torch.nn.Module:
         config = PeftConfig.from_pretrained(str(folder))
         config.inference_mode = True
         with empty_weights():
-            return get_peft_model(model, config)  # type: ignore[arg-type]
+            placed = get_peft_model(model, config)  # type: ignore[arg-type]
     except Exception as error:
         raise AdapterPlacesError(
             f"PEFT does not put {str(folder)!r} on this model: {type(error).__name__}: {error}"
         ) from error
+    lost = [name for name, buffer in placed.named_buffers() if buffer.is_meta]
+    if lost:
+        raise AdapterPlacesError(
+            f"PEFT fills {shown(lost)} from the weights of the model when it puts the adapter there, "
+            "and here are none yet: build the PEFT model on a real device (--model module:factory), "
+            "or merge the adapter with --merge"
+        )
+    return placed
