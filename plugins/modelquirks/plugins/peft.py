@@ -282,7 +282,10 @@ def _rescaled(
     if outputs.ndim > 2:
         outputs = outputs.flatten(1)
     factor = magnitude / torch.linalg.norm(outputs, dim=1)
-    return factor.view(-1, *[1] * (summed.ndim - 1)).transpose(0, int(turned)) * summed
+    made: torch.Tensor = (
+        factor.view(-1, *[1] * (summed.ndim - 1)).transpose(0, int(turned)) * summed
+    )
+    return made
 
 
 @hookimpl

@@ -73,7 +73,7 @@ def open_adapter(path: str | Path, registry: Callable[[], Registry] | None = Non
 
 
 def read_config(folder: Path) -> AdapterConfig | str | None:
-    """Return adapter_config.json of *folder*; a text if it cannot be used; None if there is none."""
+    """Return adapter_config.json of *folder*; a text: why it cannot be used; None: there is none."""
     path = folder / CONFIG
     if not path.is_file():
         return None
@@ -113,12 +113,12 @@ def _no_adapter(path: Path, folder: Path) -> str:
         return f"{str(path)!r} is not a file or folder that exists"
     if below := adapter_folders(folder):
         return (
-            f"{str(path)!r} holds adapters in the folders {shown(below)}: give one of them; several "
-            "are not merged together"
+            f"{str(path)!r} holds adapters in the folders {shown(below)}: give one of them; "
+            "several are not merged together"
         )
     if (folder / "config.json").is_file():
         return (
-            f"{str(path)!r} is no adapter but a whole model: it has 'config.json' and no {CONFIG!r}. "
-            "Give it as the checkpoint, and the adapter with --adapter"
+            f"{str(path)!r} is no adapter but a whole model: it has 'config.json' and no "
+            f"{CONFIG!r}. Give it as the checkpoint, and the adapter with --adapter"
         )
     return f"{str(path)!r} is no adapter: there is no {CONFIG!r}"

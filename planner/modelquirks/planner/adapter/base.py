@@ -72,7 +72,7 @@ def _prefix_pairs(names: Collection[str], known: Collection[str]) -> Iterator[tu
     """Yield pairs of prefixes by which the first of *names* would be one that is *known*."""
     first = next(iter(names), "")
     segments = first.split(".")
-    for cut in range(len(segments)):
+    for cut in range(len(segments) - 1):  # a leaf alone says nothing
         tail = ".".join(segments[cut:])
         source = ".".join(segments[:cut]) + "." if cut else ""
         for other in known:

@@ -143,7 +143,7 @@ class _Binder:
     def _lora(self, found: Bounds) -> None:
         target = self._target()
         if target is None:
-            found.strangers.append(f"{self.change.module}.weight")
+            found.strangers.append(self._wanted())
             return
         name, key = target
         strength = self.config.strength(key)
@@ -173,6 +173,14 @@ class _Binder:
             if 0 <= at < len(parameters):
                 return parameters[at], parameters[at]
         return None if weight is None else (weight, module)
+
+    def _wanted(self) -> str:
+        """Return what the weight that the base does not have would be called."""
+        module = self.change.module
+        pairs = (end.rpartition(".") for end in self.config.parameters)
+        leaves = sorted(leaf for of, _, leaf in pairs if f".{module}".endswith(f".{of}"))
+        at = len(leaves) - 1 - self.change.depth  # a guess: the order is the module's
+        return f"{module}.{leaves[at] if 0 <= at < len(leaves) else 'weight'}"
 
     def _parameters(self) -> list[str]:
         """Return the parameters of the module that are adapted themselves, in its order.
@@ -256,7 +264,9 @@ class _Binder:
 
     def _word(self, role: str) -> str:
         words = {"a": "lora_A", "b": "lora_B", "magnitude": "lora_magnitude_vector (DoRA)"}
-        return words[role].replace("lora_", "lora_embedding_") if self._embeds(role) else words[role]
+        return (
+            words[role].replace("lora_", "lora_embedding_") if self._embeds(role) else words[role]
+        )
 
     def _embeds(self, role: str) -> bool:
         return self.change.kind == "embedding" and role in ("a", "b")
@@ -280,7 +290,11 @@ def _other_size(name: str, have: tuple[int, ...], want: tuple[int, ...]) -> Misf
     word = module_word(name)
     both = f"the adapter's is {list(have)}, the base's {list(want)}"
     embeds = any(text in word for text in ("embed", "lm_head", "wte"))
-    if (embeds or word in ("shared", "output", "head")) and len(have) == len(want) == 2 and have[1] == want[1]:
+    if (
+        (embeds or word in ("shared", "output", "head"))
+        and len(have) == len(want) == 2
+        and have[1] == want[1]
+    ):
         text = f"another vocabulary: {both}. Build the model with {have[0]} tokens"
         return Misfit("vocabulary", name, text)
     if any(text in word for text in ("classif", "score", "output")) and have[1:] == want[1:]:

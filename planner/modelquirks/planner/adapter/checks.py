@@ -84,6 +84,7 @@ def checked(adapter: Adapter, base: Base, bounds: Bounds) -> Iterator[Finding]:
 
 def _strangers(base: Base, names: Sequence[str], adapter: Adapter) -> Iterator[Finding]:
     """Yield what is said of weights that the base does not have: by prefix, by head, by name."""
+    names = list(dict.fromkeys(names))
     if not names:
         return
     if (pair := base.prefixes(names)) is not None:
@@ -154,5 +155,3 @@ def _is_named(name: str, wanted: Sequence[str], adapter: Adapter) -> bool:
     return name.removesuffix(".weight") in wanted or any(
         name == end or name.endswith(f".{end}") for end in ends
     )
-
-

@@ -154,7 +154,9 @@ def _faults(data: Mapping[str, Any]) -> Iterator[str]:
     ranks = {"r": data.get("r", 8), **_dict(data.get("rank_pattern"))}
     yield from (f"rank {v!r} of {k!r}" for k, v in ranks.items() if not isinstance(v, int) or v < 1)
     alphas = _dict(data.get("alpha_pattern"))
-    yield from (f"alpha {v!r} of {k!r}" for k, v in alphas.items() if not isinstance(v, int | float))
+    yield from (
+        f"alpha {v!r} of {k!r}" for k, v in alphas.items() if not isinstance(v, int | float)
+    )
 
 
 def _dict(value: object) -> Mapping[Any, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -98,7 +98,7 @@ class Joint:
         return {base: self.skeleton.wanted[name] for base, name in self.wrapped.base.items()}
 
     @property
-    def own_names(self) -> Collection[str]:
+    def own_names(self) -> frozenset[str]:
         """Names of the model that are the adapter's own."""
         return frozenset() if self.wrapped is None else frozenset(self.wrapped.own.values())
 

@@ -53,7 +53,9 @@ def _others(made: Sequence[Logical], taken: Collection[str]) -> Iterator[Logical
             yield rest
 
 
-def _made(name: str, offer: Offer | None, bounds: Sequence[Bound]) -> tuple[Logical, tuple[int, ...]]:
+def _made(
+    name: str, offer: Offer | None, bounds: Sequence[Bound]
+) -> tuple[Logical, tuple[int, ...]]:
     """Return how one weight is made: a piece like those of its family, and its indices."""
     if offer is not None:
         template, member, quirks = offer.logical.name, offer.member, offer.logical.quirks

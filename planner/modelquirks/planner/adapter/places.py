@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 from modelquirks.planner.finding import shown
 
@@ -38,7 +38,7 @@ def with_places(model: torch.nn.Module, adapter: Adapter) -> torch.nn.Module:
         config = PeftConfig.from_pretrained(str(folder))
         config.inference_mode = True
         with empty_weights():
-            placed = get_peft_model(model, config)  # type: ignore[arg-type]
+            placed: torch.nn.Module = get_peft_model(cast(Any, model), config)
     except Exception as error:
         raise AdapterPlacesError(
             f"PEFT does not put {str(folder)!r} on this model: {type(error).__name__}: {error}"

@@ -8,7 +8,7 @@ same without the prefix.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from modelquirks.planner.adapter.beside import marked
@@ -16,7 +16,7 @@ from modelquirks.planner.adapter.changes import Read, read_name
 from modelquirks.planner.adapter.config import PROMPTS
 from modelquirks.planner.mapping.logical import Logical
 from modelquirks.planner.mapping.offers import Offers
-from modelquirks.planner.mapping.packs import Broken
+from modelquirks.planner.mapping.packs import Broken, Packed
 from modelquirks.quirks.family import group, template_of
 from modelquirks.quirks.recipe import Source
 
@@ -47,11 +47,7 @@ class Wrapped:
             offers,
             wanted=wanted,
             direct=(*self._pieces(offers.direct), *self._of_adapter()),
-            packed=tuple(
-                replace(p, weight=weight, parts=tuple(q for part in p.parts for q in self._all(part)))
-                for p in offers.packed
-                for weight in self._all(p.weight)
-            ),
+            packed=tuple(q for pack in offers.packed for q in self._packed(pack)),
             made=tuple(self._pieces(offers.made)),
             unreadable=frozenset(self.base.get(name, name) for name in offers.unreadable),
             broken={b.name: b for b in map(self._broken, offers.broken.values())},
@@ -63,6 +59,11 @@ class Wrapped:
         """Names of the base that the adapter's own tensors serve."""
         reads = map(read_name, self.own)
         return {f"{read.module}.{read.role}" for read in reads if read.kind == "whole"}
+
+    def _packed(self, pack: Packed) -> Iterator[Packed]:
+        for weight in self._all(pack.weight):
+            members = [replace(part, members=weight.members) for part in pack.parts]
+            yield replace(pack, weight=weight, parts=tuple(self._pieces(members)))
 
     def _broken(self, broken: Broken) -> Broken:
         return broken._replace(name=self.base.get(broken.name, broken.name))

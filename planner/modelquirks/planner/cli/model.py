@@ -53,6 +53,7 @@ def build(
     them.
     """
     if spec == TRANSFORMERS:
+        _not_an_adapter(manifest)
         built = _from_config(model_config(manifest), manifest.root, registry)
         return built if adapter is None else _with_places(built, adapter)
     return Built(_from_factory(spec), spec)
@@ -69,6 +70,13 @@ def _from_config(config: Mapping[str, Any], folder: Path, registry: Registry) ->
         )
     model, origin = found
     return Built(model, f"{origin.plugin} {type(model).__name__}")
+
+
+def _not_an_adapter(manifest: Manifest) -> None:
+    """Raise CallError if there is no model to be had because the checkpoint is an adapter."""
+    for finding in manifest.findings:
+        if finding.code == "adapter" and not manifest.config:
+            raise CallError(f"{str(manifest.path)!r} is no model by itself: {finding.message}")
 
 
 def _with_places(built: Built, adapter: Adapter) -> Built:

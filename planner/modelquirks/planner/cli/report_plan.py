@@ -20,6 +20,7 @@ from modelquirks.planner.placement.memory import Device, show_bytes
 from modelquirks.planner.placement.placement import Prediction
 
 if TYPE_CHECKING:
+    from modelquirks.planner.adapter.joint import AdapterFacts
     from modelquirks.planner.execution.execute import ExecutionReport
     from modelquirks.planner.mapping.audit import Audit, Entry, Suggestion
     from modelquirks.planner.placement.placement import Placement
