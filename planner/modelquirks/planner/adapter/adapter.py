@@ -73,7 +73,7 @@ def open_adapter(path: str | Path, registry: Callable[[], Registry] | None = Non
 
 
 def read_config(folder: Path) -> AdapterConfig | str | None:
-    """Return adapter_config.json of *folder*; a text: why it cannot be used; None: there is none."""
+    """Return adapter_config.json of *folder*, or why it cannot be used; None if there is none."""
     path = folder / CONFIG
     if not path.is_file():
         return None

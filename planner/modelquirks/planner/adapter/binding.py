@@ -10,10 +10,10 @@ from modelquirks.planner.adapter.adapter import Adapter
 from modelquirks.planner.adapter.base import Base, Shape
 from modelquirks.planner.adapter.changes import Change, changes_of
 from modelquirks.planner.adapter.config import AdapterConfig, Strength
-from modelquirks.planner.names import module_word
+from modelquirks.planner.adapter.misfit import EMPTY, Misfit, is_empty, other_size
 from modelquirks.quirks.recipe import Setting
 
-__all__ = ["Bound", "Bounds", "Misfit", "bind"]
+__all__ = ["Bound", "Bounds", "bind"]
 
 _WHOLE = "whole"
 
@@ -29,15 +29,6 @@ class Bound(NamedTuple):
     """Role → stored name in the adapter."""
     settings: tuple[tuple[str, Setting], ...] = ()
     strength: Strength | None = None
-
-
-class Misfit(NamedTuple):
-    """A change that cannot be made, and why; ``kind`` is what people confuse it with."""
-
-    kind: str
-    """``target``, ``vocabulary``, ``head``, ``size``, ``rank``, ``pair``, ``empty``, ``method``."""
-    name: str
-    text: str
 
 
 @dataclass
@@ -58,7 +49,7 @@ class Bounds:
 
 
 def bind(adapter: Adapter, base: Base) -> Bounds:
-    """Return the changes of *adapter* bound to the weights of *base*, with all that does not fit."""
+    """Return the changes of *adapter* bound to weights of *base*, with all that does not fit."""
     found = Bounds()
     changes = changes_of(list(adapter.manifest.tensors))
     nested = _nested(changes)
@@ -108,10 +99,10 @@ class _Binder:
             found.strangers.append(wanted)
             return
         have, want = self._shape(stored), self.base.shapes[name]
-        if _empty(have):
-            found.misfits.append(Misfit("empty", name, _EMPTY))
+        if is_empty(have):
+            found.misfits.append(Misfit("empty", name, EMPTY))
         elif have is not None and want is not None and have != want:
-            found.misfits.append(_other_size(name, have, want))
+            found.misfits.append(other_size(name, have, want))
         else:
             found.bound.append(Bound(name, _WHOLE, (("weight", stored),)))
 
@@ -155,8 +146,8 @@ class _Binder:
         if lacking:
             words = ", ".join(self._word(role) for role in lacking)
             found.misfits.append(Misfit("pair", name, f"there is no {words} for it"))
-        elif any(map(_empty, shapes.values())):
-            found.misfits.append(Misfit("empty", name, _EMPTY))
+        elif any(map(is_empty, shapes.values())):
+            found.misfits.append(Misfit("empty", name, EMPTY))
         elif misfit := self._misfit(name, shapes, want, strength):
             found.misfits.append(misfit)
         else:
@@ -220,7 +211,7 @@ class _Binder:
         if made in (fitting, fitting[::-1]):
             return None
         embeds = self.change.kind == "embedding"
-        return _other_size(name, made[::-1] if embeds else made, fitting)
+        return other_size(name, made[::-1] if embeds else made, fitting)
 
     def _is_stacked(self, want: tuple[int, ...]) -> bool:
         a = self._shape(self.change.parts["a"])
@@ -264,40 +255,8 @@ class _Binder:
 
     def _word(self, role: str) -> str:
         words = {"a": "lora_A", "b": "lora_B", "magnitude": "lora_magnitude_vector (DoRA)"}
-        return (
-            words[role].replace("lora_", "lora_embedding_") if self._embeds(role) else words[role]
-        )
-
-    def _embeds(self, role: str) -> bool:
-        return self.change.kind == "embedding" and role in ("a", "b")
+        embeds = self.change.kind == "embedding" and role in ("a", "b")
+        return words[role].replace("lora_", "lora_embedding_") if embeds else words[role]
 
     def _shape(self, stored: str) -> Shape:
         return self.adapter.manifest.tensors[stored].shape
-
-
-_EMPTY = (
-    "is stored without values (shape [0]): under ZeRO-3 the weights are with the other ranks' "
-    "files, and were not gathered when it was saved"
-)
-
-
-def _empty(shape: Shape) -> bool:
-    return shape is not None and 0 in shape
-
-
-def _other_size(name: str, have: tuple[int, ...], want: tuple[int, ...]) -> Misfit:
-    """Return the misfit of two shapes, as the kind of difference that people mean by it."""
-    word = module_word(name)
-    both = f"the adapter's is {list(have)}, the base's {list(want)}"
-    embeds = any(text in word for text in ("embed", "lm_head", "wte"))
-    if (
-        (embeds or word in ("shared", "output", "head"))
-        and len(have) == len(want) == 2
-        and have[1] == want[1]
-    ):
-        text = f"another vocabulary: {both}. Build the model with {have[0]} tokens"
-        return Misfit("vocabulary", name, text)
-    if any(text in word for text in ("classif", "score", "output")) and have[1:] == want[1:]:
-        text = f"another head: {both}. Build the model with {have[0]} labels"
-        return Misfit("head", name, text)
-    return Misfit("size", name, f"{both}: it was trained on a model of another size")

@@ -6,9 +6,10 @@ from collections.abc import Iterator, Sequence
 
 from modelquirks.planner.adapter.adapter import Adapter
 from modelquirks.planner.adapter.base import Base
-from modelquirks.planner.adapter.binding import Bounds, Misfit
+from modelquirks.planner.adapter.binding import Bounds
 from modelquirks.planner.adapter.changes import read_name
 from modelquirks.planner.adapter.config import PROMPTS
+from modelquirks.planner.adapter.misfit import Misfit
 from modelquirks.planner.finding import Finding, shown
 
 __all__ = ["about", "checked", "mergeable"]
@@ -91,9 +92,9 @@ def _strangers(base: Base, names: Sequence[str], adapter: Adapter) -> Iterator[F
         source, target = pair
         option = f"--alias '{source}**={target}**'"
         text = (
-            f"prefix of a wrapper: {len(names)} weights that the adapter changes, {shown(names, 3)}, "
-            f"are called {target + names[0].removeprefix(source)!r} and so on by the model. If they "
-            f"are the same: {option}"
+            f"prefix of a wrapper: {len(names)} weights that the adapter changes, "
+            f"{shown(names, 3)}, are called {target + names[0].removeprefix(source)!r} and so on by "
+            f"the model. If they are the same: {option}"
         )
         yield Finding("adapter-prefix", "error", text)
         return
@@ -101,14 +102,14 @@ def _strangers(base: Base, names: Sequence[str], adapter: Adapter) -> Iterator[F
     if heads:
         task = f" (task_type {adapter.config.task})" if adapter.config.task else ""
         text = (
-            f"another head: the adapter brings {shown(heads)}, retrained{task}, and the model has no "
-            f"such module; {_near(base, heads)}build the model with that head"
+            f"another head: the adapter brings {shown(heads)}, retrained{task}, and the model has "
+            f"no such module; {_near(base, heads)}build the model with that head"
         )
         yield Finding("adapter-head", "error", text)
     if others := [name for name in names if name not in heads]:
         text = (
-            f"{len(others)} weights that the adapter changes are not in the model: {shown(others)}; "
-            f"{_near(base, others)}is this its base?"
+            f"{len(others)} weights that the adapter changes are not in the model: "
+            f"{shown(others)}; {_near(base, others)}is this its base?"
         )
         yield Finding("adapter-target", "error", text)
 

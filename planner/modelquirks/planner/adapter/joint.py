@@ -77,7 +77,7 @@ class Joint:
 
     @cached_property
     def wrapped(self) -> Wrapped | None:
-        """The names of the PEFT model that takes the adapter beside its base; None if it is none."""
+        """The names of the PEFT model that takes the adapter beside its base; None: it is none."""
         if self.merge or self.skeleton is None or not has_adapter(self.skeleton.wanted):
             return None
         kind = self.adapter.config.kind

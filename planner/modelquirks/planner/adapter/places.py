@@ -46,8 +46,8 @@ def with_places(model: torch.nn.Module, adapter: Adapter) -> torch.nn.Module:
     lost = [name for name, buffer in placed.named_buffers() if buffer.is_meta]
     if lost:
         raise AdapterPlacesError(
-            f"PEFT fills {shown(lost)} from the weights of the model when it puts the adapter there, "
-            "and here are none yet: build the PEFT model on a real device (--model module:factory), "
-            "or merge the adapter with --merge"
+            f"PEFT fills {shown(lost)} from the weights of the model when it puts the adapter "
+            "there, and here are none yet: build the PEFT model with weights (in Python), or merge "
+            "the adapter with --merge"
         )
     return placed

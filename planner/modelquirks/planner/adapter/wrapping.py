@@ -102,7 +102,7 @@ def has_adapter(names: Collection[str]) -> bool:
 
 
 def wrapped_names(wanted: Collection[str], stored: Collection[str], kind: str) -> Wrapped:
-    """Return what each name that a PEFT model wants is; *stored* are those of the adapter's file."""
+    """Return what each name that a PEFT model wants is; *stored* are the adapter's own."""
     found = Wrapped()
     by_key = {_key(read_name(name)): name for name in stored}
     for name in wanted:
@@ -136,7 +136,7 @@ def _is_own(name: str) -> bool:
 
 
 def _key(read: Read) -> tuple[str, str, str, int]:
-    """Return what is the same of a name in the file and in the model, whatever the adapter's name."""
+    """Return what a name in the file and the one in the model have in common."""
     depth = 0 if read.kind == "whole" else read.depth
     return read.module, read.kind, read.role.split(".")[0], depth
 

@@ -53,7 +53,7 @@ class Skeleton:
     """The same, only when float16 is asked for (its range is too small for them)."""
     config: Mapping[str, object] = field(default_factory=dict)
     turned: frozenset[str] = frozenset()
-    """Names of modules whose stacked experts are ``[in, out]`` (transformers: ``is_transposed``)."""
+    """Modules whose stacked experts are ``[in, out]`` (transformers: ``is_transposed``)."""
 
     @cached_property
     def kinds(self) -> frozenset[Kind]:
