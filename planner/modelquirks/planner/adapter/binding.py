@@ -39,6 +39,8 @@ class Bounds:
     misfits: list[Misfit] = field(default_factory=list)
     strangers: list[str] = field(default_factory=list)
     """Names of weights that the adapter changes and the model does not have."""
+    former: list[str] = field(default_factory=list)
+    """Stored names of what retrained modules were before: a copy takes their place."""
 
     def by_name(self) -> Mapping[str, Sequence[Bound]]:
         """Return the changes by weight, whole weights first: others change these then."""
@@ -82,6 +84,8 @@ class _Binder:
                 self._whole(found)
             case "rows":
                 self._rows(found)
+            case "former":
+                found.former += self.change.parts.values()
             case "other":
                 text = f"is of the method {self.config.kind}, of which only the names are known"
                 found.misfits.append(Misfit("method", self.change.module, text))

@@ -17,9 +17,10 @@ PREFIX = "base_model.model."
 """What peft puts before every name."""
 _WRAPPERS = ("module.", "_orig_mod.", "_forward_module.", "_fsdp_wrapped_module.")
 
-ChangeKind = Literal["linear", "embedding", "rows", "whole", "other"]
+ChangeKind = Literal["linear", "embedding", "rows", "whole", "former", "other"]
 """``linear``: lora_A and lora_B of a layer or a parameter. ``embedding``: lora_embedding_A and B.
-``rows``: some rows of a table. ``whole``: another weight. ``other``: of a kind that is no LoRA."""
+``rows``: some rows of a table. ``whole``: another weight. ``former``: what a retrained module was
+before, as PEFT saves it where the vocabulary has grown. ``other``: of a kind that is no LoRA."""
 
 _ROLES: Mapping[str, tuple[ChangeKind, str]] = {
     "lora_A": ("linear", "a"),
@@ -80,12 +81,13 @@ def read_name(name: str) -> Read:
             module, depth = _unwrapped(segments[:at])
             return Read(module, "other", segment, depth, prefixed=prefixed)
     module, depth = _unwrapped(_without_copies(segments[:-1]))
-    return Read(module, "whole", segments[-1], depth, prefixed=prefixed)
+    kind: ChangeKind = "former" if "original_module" in segments else "whole"
+    return Read(module, kind, segments[-1], depth, prefixed=prefixed)
 
 
 def is_adapters(name: str) -> bool:
     """Tell whether *name* is one that only adapters have."""
-    return read_name(name).kind != "whole"
+    return read_name(name).kind not in ("whole", "former")
 
 
 def changes_of(names: Collection[str]) -> list[Change]:
@@ -127,7 +129,8 @@ def _of_lora(before: list[str], after: list[str], *, prefixed: bool) -> Read:
 
 
 def _unwrapped(segments: list[str]) -> tuple[str, int]:
-    kept = [segment for segment in segments if segment not in ("base_layer", "token_adapter")]
+    around = ("base_layer", "token_adapter", "original_module")
+    kept = [segment for segment in segments if segment not in around]
     return ".".join(kept), segments.count("base_layer")
 
 

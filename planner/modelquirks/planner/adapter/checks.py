@@ -93,8 +93,8 @@ def _strangers(base: Base, names: Sequence[str], adapter: Adapter) -> Iterator[F
         option = f"--alias '{source}**={target}**'"
         text = (
             f"prefix of a wrapper: {len(names)} weights that the adapter changes, "
-            f"{shown(names, 3)}, are called {target + names[0].removeprefix(source)!r} and so on by "
-            f"the model. If they are the same: {option}"
+            f"{shown(names, 3)}, are called {target + names[0].removeprefix(source)!r} and so on "
+            f"by the model. If they are the same: {option}"
         )
         yield Finding("adapter-prefix", "error", text)
         return

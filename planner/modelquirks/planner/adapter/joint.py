@@ -109,7 +109,7 @@ class Joint:
             return self.wrapped.offers(offers, self.skeleton.wanted)
         if not self.merge or [*mergeable(self.adapter)]:
             return offers
-        return merged(offers, self._bounds[0].by_name())
+        return merged(offers, self._bounds[0])
 
     def ties(self, groups: Sequence[TieGroup]) -> list[TieGroup]:
         """Return *groups* without those of which the adapter retrained some names only.

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 
 from modelquirks.planner.adapter.beside import marked
-from modelquirks.planner.adapter.binding import Bound
+from modelquirks.planner.adapter.binding import Bound, Bounds
 from modelquirks.planner.mapping.logical import Logical
 from modelquirks.planner.mapping.offers import Offer, Offers
 from modelquirks.quirks.family import indices_of, template_of
@@ -17,23 +17,24 @@ __all__ = ["merged", "word_for"]
 _Key = tuple[object, ...]
 
 
-def merged(offers: Offers, changes: Mapping[str, Sequence[Bound]]) -> Offers:
-    """Return *offers* in which each weight of *changes* is made as these say.
+def merged(offers: Offers, bounds: Bounds) -> Offers:
+    """Return *offers* in which each weight that *bounds* changes is made as these say.
 
     What the base stores for a weight that the adapter has whole is not used then.
     """
+    changes = bounds.by_name()
     best = offers.ranked({template_of(name) for name in changes}).best
     alike: dict[_Key, tuple[Logical, list[tuple[int, ...]]]] = {}
-    replaced: dict[str, str] = {}
-    for name, bounds in changes.items():
+    replaced = dict.fromkeys(map(marked, bounds.former), "a retrained copy takes its place")
+    for name, several in changes.items():
         offer = best.get(name)
-        if bounds[0].scheme == "whole":
+        if several[0].scheme == "whole":
             if offer is not None:
                 why = "the adapter has a weight of its own in its place"
                 replaced |= dict.fromkeys(offer.reads(), why)
         elif offer is None:
             continue  # the base lacks the weight, which the audit tells
-        piece, member = _made(name, offer, bounds)
+        piece, member = _made(name, offer, several)
         key = (piece.name, piece.node, piece.rule, piece.quirks)
         alike.setdefault(key, (piece, []))[1].append(member)
     pieces = [replace(piece, members=tuple(members)) for piece, members in alike.values()]

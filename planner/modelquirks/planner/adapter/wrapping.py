@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from modelquirks.planner.adapter.beside import marked
-from modelquirks.planner.adapter.changes import Read, read_name
+from modelquirks.planner.adapter.changes import Read, is_adapters, read_name
 from modelquirks.planner.adapter.config import PROMPTS
 from modelquirks.planner.mapping.logical import Logical
 from modelquirks.planner.mapping.offers import Offers
@@ -96,7 +96,7 @@ class Wrapped:
 def has_adapter(names: Collection[str]) -> bool:
     """Tell whether *names*, of a model, are those of one that has places for an adapter."""
     return any(
-        ".modules_to_save." in name or name.startswith("prompt_encoder.") or _is_own(name)
+        ".modules_to_save." in name or name.startswith("prompt_encoder.") or is_adapters(name)
         for name in names
     )
 
@@ -112,13 +112,10 @@ def wrapped_names(wanted: Collection[str], stored: Collection[str], kind: str) -
         read = read_name(name)
         if read.adapter or ".modules_to_save." in name:
             found.adapters.add(read.adapter or name.partition(".modules_to_save.")[2].split(".")[0])
-        key = _key(read)
-        original = ".original_module." in name
-        if not original and (own := by_key.get(key)) is not None:
+        if (own := by_key.get(_key(read))) is not None:
             found.own[own] = name
-        elif read.kind == "whole" and ".modules_to_save." not in name:
-            module = ".".join(s for s in read.module.split(".") if s != "original_module")
-            found.base[f"{module}.{read.role}" if module else read.role] = name
+        elif read.kind in ("whole", "former") and ".modules_to_save." not in name:
+            found.base[f"{read.module}.{read.role}" if read.module else read.role] = name
     return found
 
 
@@ -129,10 +126,6 @@ def _of_prompt(name: str, found: Wrapped) -> None:
         found.own[_PROMPT] = name
     elif name.startswith("base_model."):
         found.base[name.removeprefix("base_model.")] = name
-
-
-def _is_own(name: str) -> bool:
-    return read_name(name).kind != "whole"
 
 
 def _key(read: Read) -> tuple[str, str, str, int]:
