@@ -24,6 +24,7 @@ from modelquirks.quirks.recipe import Merge, Part, RecipeError, Region, Source, 
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated:FutureWarning"),
     pytest.mark.filterwarnings("ignore::UserWarning:peft"),
 ]
 
@@ -133,19 +134,17 @@ def test_a_peft_model_is_filled_from_base_and_adapter(
         assert torch.equal(expected.eval()(ids).logits, model.eval()(ids).logits)
 
 
-def test_a_model_into_which_transformers_put_the_adapter_is_filled(
+def test_a_model_into_which_the_adapter_was_put_without_a_wrapper_is_filled(
     llama: Make, transformers: Any, peft: Any
 ) -> None:
-    base = llama()
-    expected = loaded(base, transformers, torch.float32)
-    expected.load_adapter(str(ADAPTERS / "lora"))
-    model = loaded(base, transformers, torch.float32)
-    model.add_adapter(peft.PeftConfig.from_pretrained(ADAPTERS / "lora"))
-    for parameter in model.parameters():
-        torch.nn.init.zeros_(parameter.detach())
+    """As ``add_adapter`` of transformers does it: no name has the prefix."""
+    base, name = llama(), ADAPTERS / "lora"
+    config = peft.PeftConfig.from_pretrained(name)
+    expected = peft.inject_adapter_in_model(config, loaded(base, transformers, torch.float32))
+    peft.set_peft_model_state_dict(expected, peft.load_peft_weights(str(name)))
+    model = peft.inject_adapter_in_model(config, loaded(base, transformers, torch.float32))
 
-    plan = Dispatcher().plan(base, model=model, adapter=ADAPTERS / "lora", device_map=None)
-    plan.execute(model)
+    Dispatcher().plan(base, model=model, adapter=name, device_map=None).execute(model)
 
     assert not differing(expected, model)
 

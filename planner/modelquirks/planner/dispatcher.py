@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from modelquirks.planner.adapter.adapter import Adapter, open_adapter
 from modelquirks.planner.adapter.joint import Joint
 from modelquirks.planner.checkpoint.fingerprint import layout_digest
-from modelquirks.planner.checkpoint.manifest import Manifest
+from modelquirks.planner.checkpoint.manifest import MARK, Manifest
 from modelquirks.planner.checkpoint.open import open_manifest
 from modelquirks.planner.collector import collector_paused
 from modelquirks.planner.dtypes import from_torch
@@ -105,7 +106,7 @@ class Dispatcher:
         was measured. Stacked experts that are offloaded are brought one by one, and placed in that
         knowledge, unless *expert_offload* is False. *dtype* is a
         torch dtype or its name, ``auto`` (as stored), or None (as the model has it). *aliases*
-        are ``"stored=model"`` patterns, *ties* ``"a=b"`` names that share one tensor. Records
+        are ``"stored=model"`` patterns (``"adapter:stored=model"`` for the names of an adapter alone), *ties* ``"a=b"`` names that share one tensor. Records
         named in *quirks* apply even if they do not match, those in *no_quirks* never. Model
         tensors that fit a pattern of *allow_missing* may be missing. Below *min_coverage* (0 to
         1) the plan is not usable, nor where packed weights would have to become plain ones without
@@ -123,6 +124,7 @@ class Dispatcher:
         skeleton = _skeleton(model)
         renames = [_alias(alias) for alias in aliases]
         joint = self._joint(adapter, base, skeleton, renames, merge=merge_adapter)
+        renames = [alias for alias in renames if joint is None or not _is_adapters(alias)]
         library = self._library(model, skeleton, joint)
         config = _config(manifest, skeleton)
         resolution = resolve(
@@ -252,7 +254,8 @@ class Dispatcher:
             adapter = adapter[0]
         if not isinstance(adapter, Adapter):
             adapter = open_adapter(adapter, lambda: self.registry)
-        return Joint(adapter, base, skeleton, merge, aliases)
+        unmarked = (replace(a, stored=a.stored.removeprefix(MARK)) for a in aliases)
+        return Joint(adapter, base, skeleton, merge, tuple(unmarked))
 
     def _library(
         self,
@@ -350,6 +353,11 @@ def _sound(alias: Alias) -> Alias:
     if faults := list(alias_faults(alias)):
         raise OptionError("; ".join(faults))
     return alias
+
+
+def _is_adapters(alias: Alias) -> bool:
+    """Tell whether *alias* is for the names of an adapter only."""
+    return alias.stored.startswith(MARK)
 
 
 def _tie(tie: str | Sequence[str], known: Collection[str]) -> tuple[str, ...]:

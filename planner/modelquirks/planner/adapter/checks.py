@@ -10,6 +10,7 @@ from modelquirks.planner.adapter.binding import Bounds
 from modelquirks.planner.adapter.changes import read_name
 from modelquirks.planner.adapter.config import PROMPTS
 from modelquirks.planner.adapter.misfit import Misfit
+from modelquirks.planner.checkpoint.manifest import MARK
 from modelquirks.planner.finding import Finding, shown
 
 __all__ = ["about", "checked", "mergeable"]
@@ -90,7 +91,7 @@ def _strangers(base: Base, names: Sequence[str], adapter: Adapter) -> Iterator[F
         return
     if (pair := base.prefixes(names)) is not None:
         source, target = pair
-        option = f"--alias '{source}**={target}**'"
+        option = f"--alias '{MARK}{source}**={target}**'"
         text = (
             f"prefix of a wrapper: {len(names)} weights that the adapter changes, "
             f"{shown(names, 3)}, are called {target + names[0].removeprefix(source)!r} and so on "
