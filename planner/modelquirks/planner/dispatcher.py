@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -106,7 +105,8 @@ class Dispatcher:
         was measured. Stacked experts that are offloaded are brought one by one, and placed in that
         knowledge, unless *expert_offload* is False. *dtype* is a
         torch dtype or its name, ``auto`` (as stored), or None (as the model has it). *aliases*
-        are ``"stored=model"`` patterns (``"adapter:stored=model"`` for the names of an adapter alone), *ties* ``"a=b"`` names that share one tensor. Records
+        are ``"stored=model"`` patterns (``"adapter:stored=model"``: of the adapter
+        alone), *ties* ``"a=b"`` names that share one tensor. Records
         named in *quirks* apply even if they do not match, those in *no_quirks* never. Model
         tensors that fit a pattern of *allow_missing* may be missing. Below *min_coverage* (0 to
         1) the plan is not usable, nor where packed weights would have to become plain ones without
@@ -122,9 +122,9 @@ class Dispatcher:
         """
         manifest = base = self._manifest(checkpoint)
         skeleton = _skeleton(model)
-        renames = [_alias(alias) for alias in aliases]
-        joint = self._joint(adapter, base, skeleton, renames, merge=merge_adapter)
-        renames = [alias for alias in renames if joint is None or not _is_adapters(alias)]
+        of_adapter, of_base = _apart(aliases)
+        renames = [_alias(alias) for alias in of_base]
+        joint = self._joint(adapter, base, skeleton, of_adapter, merge=merge_adapter)
         library = self._library(model, skeleton, joint)
         config = _config(manifest, skeleton)
         resolution = resolve(
@@ -241,8 +241,9 @@ class Dispatcher:
     ) -> Joint | None:
         """Return *adapter* with its base; OptionError for what cannot be asked for."""
         if adapter is None:
-            if merge:
-                raise OptionError("there is no adapter to merge: give one, with --adapter")
+            if merge or aliases:
+                what = "to merge" if merge else f"for the alias {aliases[0].stored!r}"
+                raise OptionError(f"there is no adapter {what}: give one, with --adapter")
             return None
         if not isinstance(adapter, str | Path | Adapter):
             if len(adapter) != 1:
@@ -254,8 +255,7 @@ class Dispatcher:
             adapter = adapter[0]
         if not isinstance(adapter, Adapter):
             adapter = open_adapter(adapter, lambda: self.registry)
-        unmarked = (replace(a, stored=a.stored.removeprefix(MARK)) for a in aliases)
-        return Joint(adapter, base, skeleton, merge, tuple(unmarked))
+        return Joint(adapter, base, skeleton, merge, aliases)
 
     def _library(
         self,
@@ -355,9 +355,18 @@ def _sound(alias: Alias) -> Alias:
     return alias
 
 
-def _is_adapters(alias: Alias) -> bool:
-    """Tell whether *alias* is for the names of an adapter only."""
-    return alias.stored.startswith(MARK)
+def _apart(
+    aliases: Iterable[str | tuple[str, str] | Alias],
+) -> tuple[list[Alias], list[str | tuple[str, str] | Alias]]:
+    """Return the aliases for names of an adapter, without what marks them, and the others."""
+    own: list[Alias] = []
+    others: list[str | tuple[str, str] | Alias] = []
+    for alias in aliases:
+        if isinstance(alias, str) and alias.startswith(MARK):
+            own.append(_alias(alias.removeprefix(MARK)))
+        else:
+            others.append(alias)
+    return own, others
 
 
 def _tie(tie: str | Sequence[str], known: Collection[str]) -> tuple[str, ...]:
