@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from modelquirks.planner.adapter.joint import AdapterFacts
 from modelquirks.planner.checkpoint.manifest import Shard
 from modelquirks.planner.checkpoint.openoptions import AS_USUAL, OpenOptions
 from modelquirks.planner.finding import Finding, shown
@@ -92,6 +94,8 @@ class Plan:
     options: Options = field(default_factory=Options)
     opening: OpenOptions = AS_USUAL
     """Which state and weights of the checkpoint: execution opens the same."""
+    adapter: AdapterFacts | None = None
+    """The adapter that is loaded with it, merged or beside."""
     moved: bool = False
     """The files lie elsewhere now, so their times say nothing."""
     registry: Registry | None = field(default=None, compare=False, repr=False)
@@ -154,6 +158,7 @@ class Plan:
             "placement": self.placement.to_json(),
             "findings": [f.to_json() for f in self.all_findings],
             "ok": self.ok,
+            **({} if self.adapter is None else {"adapter": self.adapter.to_json()}),
         }
 
     def save(self, path: str | Path) -> None:
@@ -178,6 +183,7 @@ class Plan:
             "placement_findings": [f.to_json() for f in self.placement.findings],
             "options": self.options._asdict(),
             "opening": asdict(self.opening),
+            "adapter": None if self.adapter is None else os.path.abspath(self.adapter.path),
         }
         write_whole(Path(path), json.dumps(data, indent=1) + "\n")
 
@@ -290,6 +296,7 @@ _KINDS: tuple[tuple[str, Any], ...] = (
     ("all_findings", tuple[Finding, ...]),
     ("options", Options),
     ("opening", OpenOptions),
+    ("adapter", AdapterFacts | None),
 )
 """What execution goes by. A plan is a file that people edit."""
 
@@ -366,8 +373,15 @@ def _from_json(cls: type[Plan], data: Mapping[str, Any], moved: str | Path | Non
         findings=_findings(stored["findings"]),
         options=Options(**stored["options"]),
         opening=OpenOptions(**stored.get("opening", {})),
+        adapter=_adapter(data.get("adapter"), stored.get("adapter")),
         moved=moved is not None,
     )
+
+
+def _adapter(data: Mapping[str, Any] | None, path: str | None) -> AdapterFacts | None:
+    """Return the adapter of a plan file, by its absolute path."""
+    facts = AdapterFacts.from_json(data)
+    return facts if facts is None or path is None else facts._replace(path=path)
 
 
 def _placement(data: Mapping[str, Any], stored: Mapping[str, Any]) -> Placement:

@@ -16,9 +16,12 @@ from modelquirks.planner.finding import Finding
 from modelquirks.quirks.family import Family, grouped, numbered, raw_templates
 from modelquirks.quirks.recipe import Node, sources
 
-__all__ = ["Format", "Manifest", "Shard", "StoredTensor", "shared_groups"]
+__all__ = ["MARK", "Format", "Manifest", "Shard", "StoredTensor", "shared_groups"]
 
 Format = Literal["safetensors", "torch", "flax", "gguf", "unknown"]
+
+MARK = "adapter:"
+"""Before the names of the tensors of an adapter that is planned together with its base."""
 
 
 class StoredTensor(NamedTuple):
@@ -26,7 +29,7 @@ class StoredTensor(NamedTuple):
 
     name: str
     shard: str
-    """File, relative to the checkpoint folder, with ``/``."""
+    """File, relative to the checkpoint folder, with ``/``; of an adapter the absolute path."""
     dtype: str | None = None
     """As safetensors spells it."""
     shape: tuple[int, ...] | None = None

@@ -6,6 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
+from modelquirks.planner.cli.adapter import add_adapter
 from modelquirks.planner.cli.command import CallError, Exit
 from modelquirks.planner.cli.model import add_model
 from modelquirks.planner.cli.opening import add_opening, opening_options
@@ -39,6 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--json", action="store_true", help="write JSON instead of text")
     add_model(parser)
+    add_adapter(parser)
     add_no_plugin(parser)
     add_opening(parser)
     add_placing(parser)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from modelquirks.planner.checkpoint.open import open_manifest
+from modelquirks.planner.cli.adapter import adapter_of, add_adapter
 from modelquirks.planner.cli.command import CallError, Exit
 from modelquirks.planner.cli.inspect import note_unreadable
 from modelquirks.planner.cli.loading import add_loading, loading_options
@@ -26,6 +27,7 @@ from modelquirks.planner.plan import Plan
 from modelquirks.planner.writing import write_whole
 
 if TYPE_CHECKING:
+    from modelquirks.planner.adapter.adapter import Adapter
     from modelquirks.planner.checkpoint.manifest import Manifest
     from modelquirks.planner.model.skeleton import Skeleton
     from modelquirks.quirks.registry import Registry
@@ -42,6 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-o", "--output", metavar="FILE", type=Path, help="save the plan as JSON")
     add_html(parser)
     add_model(parser)
+    add_adapter(parser)
     add_no_plugin(parser)
     group = add_placing(parser)
     add_offload(group)
@@ -114,13 +117,15 @@ def verdict(plan: Plan) -> Exit:
     return Exit.UNUSABLE if plan.checkpoint["tensors"] else Exit.BAD_CALL
 
 
-def _built(args: argparse.Namespace, manifest: Manifest, registry: Registry) -> Built | None:
+def _built(
+    args: argparse.Namespace, manifest: Manifest, registry: Registry, adapter: Adapter | None
+) -> Built | None:
     """Return the model, which a dry run does without unless it is asked for."""
     spec: str | None = args.model or (None if args.dry_run else TRANSFORMERS)
     if spec is None:
         return None
     with progress("Building the model without its weights"):
-        return build(spec, manifest, registry)
+        return build(spec, manifest, registry, adapter=None if args.merge else adapter)
 
 
 def planned(args: argparse.Namespace) -> Plan:
@@ -138,7 +143,8 @@ def _planned(args: argparse.Namespace) -> _Planned:
     registry = load_registry(args)
     with progress("Reading headers"):
         manifest = open_manifest(args.checkpoint, lambda: registry, opening_options(args))
-    built = _built(args, manifest, registry)
+        adapter = adapter_of(args, registry)
+    built = _built(args, manifest, registry, adapter)
     with progress("Planning"):
         plan = Dispatcher(registry).plan(
             manifest,
@@ -152,6 +158,8 @@ def _planned(args: argparse.Namespace) -> _Planned:
             min_coverage=args.min_coverage,
             dequantize=args.dequantize,
             expert_offload=not getattr(args, "no_expert_offload", False),
+            adapter=adapter,
+            merge_adapter=args.merge,
             **placing_options(args),
         )
     return _Planned(plan, built, manifest)

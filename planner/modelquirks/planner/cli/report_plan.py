@@ -13,6 +13,7 @@ from modelquirks.planner.placement.outlook import predicted
 from modelquirks.planner.wording import compact_names, counted, show_seconds, summary
 
 if TYPE_CHECKING:
+    from modelquirks.planner.adapter.joint import AdapterFacts
     from modelquirks.planner.execution.execute import ExecutionReport
     from modelquirks.planner.mapping.audit import Audit, Entry, Suggestion
     from modelquirks.planner.placement.placement import Placement
@@ -32,6 +33,7 @@ def show_plan(out: Terminal, plan: Plan, *, everything: bool) -> None:
     if plan.model is not None:
         out.say(f"for {plan.model.source}, {counted(plan.model.tensors, 'tensor')}", indent=2)
     _show_quirks(out, plan)
+    _show_adapter(out, plan.adapter)
     if plan.model is not None:
         _show_audit(out, plan.audit, everything=everything)
     _show_placement(out, plan.placement)
@@ -98,6 +100,21 @@ def _show_quirks(out: Terminal, plan: Plan) -> None:
     for quirk in plan.quirks:
         origin = f"{quirk.distribution} {quirk.version}".strip()
         out.say(f"{quirk.name}{f' ({origin})' if origin else ''}: {quirk.why}", indent=2)
+
+
+def _show_adapter(out: Terminal, adapter: AdapterFacts | None) -> None:
+    """Write what is put on the base, and which of its weights that changes."""
+    if adapter is None:
+        return
+    out.say()
+    how = "merged into the weights" if adapter.merged else "beside the weights"
+    whose = f", trained on {adapter.base}" if adapter.base else ""
+    out.say(f"Adapter: {adapter.path}", style="bold")
+    out.say(f"{adapter.method}, {counted(adapter.tensors, 'tensor')}{whose}, {how}", indent=2)
+    out.table(
+        (Column("Changed"), Column("Weights", "right"), Column("How", folds=True)),
+        [(one.family, f"{one.weights:,}", one.change) for one in adapter.changes],
+    )
 
 
 def _show_audit(out: Terminal, audit: Audit, *, everything: bool) -> None:
