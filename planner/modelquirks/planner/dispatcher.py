@@ -38,6 +38,7 @@ from modelquirks.quirks.resolve import Facts, Resolution, resolve
 if TYPE_CHECKING:
     import torch
 
+    from modelquirks.planner.export.exportreport import ExportReport
     from modelquirks.quirks.library import LibraryRules
 
 __all__ = ["Dispatcher", "OptionError"]
@@ -194,6 +195,16 @@ class Dispatcher:
             ),
             registry=self.registry,
         )
+
+    def export(self, checkpoint: str | Path | Manifest, out: str | Path, **options: Any) -> ExportReport:
+        """Write *checkpoint* to the folder *out* as sharded safetensors, and read it back.
+
+        Under the names that are stored, or with ``model=`` as the model wants it. Keyword arguments
+        are those of :func:`modelquirks.planner.export.perform.export`, errors too.
+        """
+        from modelquirks.planner.export.perform import export
+
+        return export(checkpoint, out, registry=self.registry, **options)
 
     def model(self, checkpoint: str | Path | Manifest) -> torch.nn.Module | None:
         """Return the model that the config.json of *checkpoint* describes, without weights.
