@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from modelquirks.planner.checkpoint.openoptions import Weights
 from modelquirks.planner.finding import Finding
 from modelquirks.plugins.deepspeed.assemble import masters, tied, training
 from modelquirks.plugins.deepspeed.checks import check
@@ -39,7 +40,17 @@ class Structure:
 
         A tied name gives the parameter that it shares.
         """
-        found = {**self.training, **self.masters}
+        return self.parameters("master")
+
+    @property
+    def usual(self) -> Weights:
+        """What is taken if nobody has a wish: the masters, where there are some."""
+        has_masters = any(p.origin == "master" for p in self.masters.values())
+        return "master" if has_masters else "training"
+
+    def parameters(self, weights: Weights) -> dict[str, Parameter]:
+        """Return every tensor of the model, of *weights* as far as it is among them."""
+        found = {**self.training, **self.masters} if weights == "master" else {**self.training}
         for duplicate, name in self.ties.items():
             if name in found:
                 found[duplicate] = found[name]
