@@ -43,7 +43,7 @@ def test_every_tensor_lies_once_aligned_and_without_gaps(found: list[Tensor], li
     for file in files:
         end = len(file.head)
         for name, place in file.places.items():
-            assert place.begin == end
+            assert place.begin is not None and place.begin == end
             assert (place.dtype, place.shape) == wanted[name][1:]
             assert place.begin % (BITS[wanted[name].dtype] // 8) == 0
             end = place.begin + wanted[name].nbytes

@@ -116,7 +116,7 @@ class Dispatcher:
         Raises :class:`~modelquirks.planner.checkpoint.open.CheckpointError` if there is nothing to
         read, ValueError for options that mean nothing. Everything else is in the plan.
         """
-        manifest = self._manifest(checkpoint, OpenOptions(weights, tag))
+        manifest = self.manifest(checkpoint, OpenOptions(weights, tag))
         skeleton = _skeleton(model)
         library = self._library(model, skeleton)
         config = _config(manifest, skeleton)
@@ -202,28 +202,42 @@ class Dispatcher:
             registry=self.registry,
         )
 
-    def export(self, checkpoint: str | Path | Manifest, out: str | Path, **options: Any) -> ExportReport:
+    def export(
+        self,
+        checkpoint: str | Path | Manifest,
+        out: str | Path,
+        *,
+        weights: Weights | None = None,
+        tag: str | None = None,
+        **options: Any,
+    ) -> ExportReport:
         """Write *checkpoint* to the folder *out* as sharded safetensors, and read it back.
 
-        Under the names that are stored, or with ``model=`` as the model wants it. Keyword arguments
-        are those of :func:`modelquirks.planner.export.perform.export`, errors too.
+        Under the names that are stored, or with ``model=`` as the model wants it. *weights* and
+        *tag* are those of :meth:`plan`, the other arguments those of
+        :func:`modelquirks.planner.export.perform.export`, which says what is raised.
         """
         from modelquirks.planner.export.perform import export
 
-        return export(checkpoint, out, registry=self.registry, **options)
+        chosen = OpenOptions(weights, tag)
+        return export(checkpoint, out, registry=self.registry, options=chosen, **options)
 
     def model(self, checkpoint: str | Path | Manifest) -> torch.nn.Module | None:
         """Return the model that the config.json of *checkpoint* describes, without weights.
 
         None if no plugin builds it; no code that comes with the checkpoint is run.
         """
-        manifest = self._manifest(checkpoint)
+        manifest = self.manifest(checkpoint)
         built = self.registry.model(model_config(manifest), manifest.root)
         return None if built is None else built[0]
 
-    def _manifest(
+    def manifest(
         self, checkpoint: str | Path | Manifest, options: OpenOptions = AS_USUAL
     ) -> Manifest:
+        """Return what *checkpoint* holds; one that is open already is given back.
+
+        OptionError if something is to be chosen of one that is open.
+        """
         if not isinstance(checkpoint, Manifest):
             return open_manifest(checkpoint, lambda: self.registry, options)
         if options:

@@ -9,6 +9,7 @@ from modelquirks.planner.checkpoint.open import open_manifest
 from modelquirks.planner.cli.command import CallError, Exit
 from modelquirks.planner.cli.loadbar import loading_shown
 from modelquirks.planner.cli.model import add_model, build
+from modelquirks.planner.cli.opening import add_opening, opening_options
 from modelquirks.planner.cli.placing import add_dtype, checked
 from modelquirks.planner.cli.plan import add_naming, naming_options
 from modelquirks.planner.cli.plugins import add_no_plugin, load_registry
@@ -51,6 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_dtype(parser, "of floating-point weights (default: as stored)")
     add_model(parser)
     add_no_plugin(parser)
+    add_opening(parser)
     add_naming(parser)
 
 
@@ -58,7 +60,7 @@ def run(args: argparse.Namespace) -> Exit:
     """Open, plan, write, read back, report."""
     registry = load_registry(args)
     with progress("Reading headers"):
-        manifest = open_manifest(args.checkpoint, lambda: registry)
+        manifest = open_manifest(args.checkpoint, lambda: registry, opening_options(args))
     model = None
     if args.model is not None:
         with progress("Building the model without its weights"):

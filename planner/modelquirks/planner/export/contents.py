@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from modelquirks.planner.checkpoint.manifest import Manifest
@@ -40,8 +40,8 @@ class Contents:
     schemes: Mapping[str, Scheme]
     notes: tuple[Finding, ...]
     is_changed: bool
-    """Whether the weights are other than the configuration beside them says: cast, made for a model,
-    put together from a training run."""
+    """Whether the weights are other than the configuration beside them says: cast, made for a
+    model, put together from a training run."""
 
     @property
     def is_plain(self) -> bool:
@@ -97,7 +97,11 @@ def contents_of(
         manifest=manifest,
         items=tuple(items),
         schemes=schemes,
-        notes=(*(f for f in plan.all_findings if f.severity == "warning"), *_left_out(plan), *notes),
+        notes=(
+            *(f for f in plan.all_findings if f.severity == "warning"),
+            *_left_out(plan),
+            *notes,
+        ),
         is_changed=model is not None or asked is not None or bool(manifest.places),
     )
 
@@ -108,8 +112,8 @@ def _without_model(naming: Mapping[str, Any], *, dequantize: bool) -> None:
         given.append("dequantize")
     if given:
         raise OptionError(
-            f"{shown(given)} need a model to compare with: name one (--model), or leave that out to "
-            "have the tensors as they are stored"
+            f"{shown(given)} need a model to compare with: name one (--model), or leave that out "
+            "to have the tensors as they are stored"
         )
 
 
@@ -149,8 +153,8 @@ def _still(manifest: Manifest, whole: Sequence[str], count: int) -> Iterator[str
     yield from (f"What can be had: {f.message}" for f in manifest.findings if f.code == "can-load")
     if whole and len(whole) < count:
         yield (
-            f"Whole in the files are {len(whole)} of {count} tensors: {shown(whole, 5)}. The path of "
-            "a single weight file exports what that file holds."
+            f"Whole in the files are {len(whole)} of {count} tensors: {shown(whole, 5)}. The path "
+            "of a single weight file exports what that file holds."
         )
 
 
@@ -166,9 +170,7 @@ def _settled(
         def make(item: LoadItem, region: Region) -> torch.Tensor:
             if item is one:
                 reader.release()  # the pair before has been compared
-            return item.make(
-                read=reader.read, types=reader.type_of, schemes=schemes, region=region
-            )
+            return item.make(read=reader.read, types=reader.type_of, schemes=schemes, region=region)
 
         return equal(one, other, make)
 

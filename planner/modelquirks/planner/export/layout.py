@@ -39,11 +39,11 @@ def lay_out(
 ) -> tuple[OutFile, ...]:
     """Return the files for *tensors*, each with at most *shard_bytes* of them.
 
-    As in huggingface_hub's ``split_state_dict_into_shards_factory``: in the order given, and nothing
-    is optimised, so that sizes 6, 6, 2, 6, 2, 2 with a limit of 10 make files of 6, 8 and 10. A
-    tensor larger than the limit has a file of its own. One file is called ``model.safetensors`` (for
-    the *stem* ``model``), several ``model-00001-of-00003.safetensors``. Within a file the widest
-    values come first, so that every tensor is aligned.
+    As in huggingface_hub's ``split_state_dict_into_shards_factory``: in the order given, and
+    nothing is optimised, so that sizes 6, 6, 2, 6, 2, 2 with a limit of 10 make files of 6, 8 and
+    10. A tensor larger than the limit has a file of its own. One file is called
+    ``model.safetensors`` (for the *stem* ``model``), several ``model-00001-of-00003.safetensors``.
+    Within a file the widest values come first, so that every tensor is aligned.
     """
     groups = [*_shards(tensors, shard_bytes)]
     names = [_name(stem, number, len(groups)) for number in range(1, len(groups) + 1)]
@@ -51,7 +51,7 @@ def lay_out(
 
 
 def index_of(files: Iterable[OutFile], metadata: Mapping[str, str]) -> bytes:
-    """Return the text of ``model.safetensors.index.json`` for *files*, as save_pretrained has it."""
+    """Return the text of ``model.safetensors.index.json`` for *files*, as of save_pretrained."""
     places = [place for file in files for place in file.places.values()]
     content = {
         "metadata": {**metadata, "total_size": sum(place.nbytes or 0 for place in places)},

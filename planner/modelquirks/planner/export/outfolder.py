@@ -79,7 +79,7 @@ def clear_stale(out: Path) -> list[Finding]:
 
 @contextmanager
 def filling(out: Path) -> Generator[Path]:
-    """Give a new folder, which is called *out* when the block is done; on a failure nothing is left.
+    """Give a new folder, which is called *out* when the block is done; a failure leaves nothing.
 
     What is called so then is replaced: :func:`check_out` says whether it may be. Parents are made,
     and go again on a failure.

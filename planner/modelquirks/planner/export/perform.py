@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from modelquirks.planner.checkpoint.manifest import Manifest
-from modelquirks.planner.checkpoint.open import open_manifest
 from modelquirks.planner.checkpoint.openoptions import AS_USUAL, OpenOptions
 from modelquirks.planner.dispatcher import Dispatcher
 from modelquirks.planner.execution.evaluate import EvaluationError
@@ -84,14 +83,12 @@ def export(
     clock, out = Clock(), Path(out).absolute()
     shard_bytes, loading = _size(shard_size), LoadOptions.of(load_memory=memory, progress=progress)
     dispatcher = Dispatcher(registry)
-    if not isinstance(checkpoint, Manifest):
-        checkpoint = open_manifest(checkpoint, lambda: dispatcher.registry, options)
-    check_out(out, root=checkpoint.root, overwrite=overwrite)
+    manifest = dispatcher.manifest(checkpoint, options)
     with _told(out):
         cleared = clear_stale(out)
-        check_out(out, root=checkpoint.root, overwrite=overwrite)  # one may be back
+        check_out(out, root=manifest.root, overwrite=overwrite)
     contents = contents_of(
-        dispatcher, checkpoint, model=model, dtype=dtype, dequantize=dequantize, naming=naming
+        dispatcher, manifest, model=model, dtype=dtype, dequantize=dequantize, naming=naming
     )
     job = _Job.of(contents, out, shard_bytes=shard_bytes, loading=loading)
     with _told(out):

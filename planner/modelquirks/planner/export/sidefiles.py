@@ -1,4 +1,4 @@
-"""Files beside the weights: which an export copies, and how config.json has to follow the weights."""
+"""Files beside the weights: which an export copies, and how config.json follows the weights."""
 
 from __future__ import annotations
 
@@ -43,11 +43,13 @@ def is_ours(name: str) -> bool:
     return name in _NAMES or _WEIGHTS.fullmatch(name) is not None
 
 
-def side_files(root: Path, *, dtypes: Mapping[str, int], plain: bool, changed: bool) -> list[SideFile]:
+def side_files(
+    root: Path, *, dtypes: Mapping[str, int], plain: bool, changed: bool
+) -> list[SideFile]:
     """Return what the checkpoint in *root* has of them, as the export needs it.
 
-    config.json follows the weights if those are *changed* (cast, made for a model, put together from
-    a training run): its dtype is the one of most bytes in *dtypes*, bytes by dtype of what is
+    config.json follows the weights if those are *changed* (cast, made for a model, put together
+    from a training run): its dtype is the one of most bytes in *dtypes*, bytes by dtype of what is
     written, among floats that are not packed; transformers loads in the dtype that is named there.
     *plain*: packed weights were made plain, so it must not say that they are packed.
     """

@@ -1,4 +1,4 @@
-"""``stored_items``: the tensors of a checkpoint as they are called there, to be written as they are."""
+"""``stored_items``: the tensors of a checkpoint under the names that they have there."""
 
 from __future__ import annotations
 
