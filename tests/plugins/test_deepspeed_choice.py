@@ -116,3 +116,119 @@ def test_the_command_line_takes_both(two_tags: Path, capsys: pytest.CaptureFixtu
     assert checkpoint["chosen"] == {"weights": "training", "tag": "B"}
     assert main(["plan", *words, "--dry-run"]) == 0
     assert json.loads(capsys.readouterr().out)["checkpoint"]["chosen"]["weights"] == "training"
+
+
+# ---- which weights
+
+
+def said(manifest: Manifest, code: str) -> tuple[str, str]:
+    (found,) = [f for f in manifest.findings if f.code == code]
+    return found.severity, found.message
+
+
+def test_the_sizes_of_both_are_told_and_which_are_taken() -> None:
+    _, text = said(opened(DATA / "zero2_bf16"), "can-load")
+    # 177 trained elements and 40 frozen ones; 3 of a buffer in fp32, and a counter of 8 bytes.
+    assert "training weights: yes, all 12, 454 B of bfloat16 and float32" in text
+    assert "fp32 masters: yes, all 7, 708 B of float32" in text
+    assert (
+        "the masters, with what has none as it was trained: 808 B of bfloat16 and float32." in text
+    )
+    _, text = said(opened(DATA / "zero2_bf16", weights="training"), "can-load")
+    assert text.endswith("taken are the training weights.")
+
+
+@pytest.mark.parametrize("case", ["zero3_fp32", "zero3_bf16", "universal_from_zero3"])
+def test_training_weights_of_zero_3_are_refused_with_the_reason(case: str) -> None:
+    manifest = opened(DATA / case, weights="training")
+    severity, text = said(manifest, "no-training-weights")
+    assert severity == "error"
+    assert "ZeRO 3 keeps them in no file" in text and "--dtype" in text
+
+
+def test_masters_that_there_are_none_of_are_refused() -> None:
+    assert opened(DATA / "zero0_fp32").options.weights == "training"
+    assert "ZeRO 0" in errors(opened(DATA / "zero0_fp32", weights="master"))["no-masters"]
+    assert not errors(opened(DATA / "zero0_fp32", weights="training"))
+
+
+def test_training_weights_do_not_need_the_files_of_masters(tmp_path: Path) -> None:
+    root = Path(shutil.copytree(DATA / "zero2_bf16", tmp_path / "copy"))
+    lost = next(root.rglob("*_rank_1_mp_rank_00_optim_states.pt"))
+    lost.unlink()
+    usual, training = opened(root), opened(root, weights="training")
+    assert lost.name in errors(usual)["rank-missing"]
+    assert "--weights training" in errors(usual)["rank-missing"]
+    assert not errors(training)
+    severity, text = said(training, "rank-missing")
+    assert severity == "warning" and lost.name in text
+
+
+@pytest.mark.parametrize("damage", ["swapped", "copied", "cut", "other"])
+def test_damaged_masters_are_a_warning_to_those_who_take_training_weights(
+    damage: str, tmp_path: Path
+) -> None:
+    root = Path(shutil.copytree(DATA / "zero2_bf16", tmp_path / "copy"))
+    first, second = sorted(root.rglob("*_optim_states.pt"))
+    one, two = first.read_bytes(), second.read_bytes()
+    other = next((DATA / "zero1_bf16").rglob("*_rank_1_mp_rank_00_optim_states.pt"))
+    contents = {
+        "swapped": (two, one),
+        "copied": (one, one),
+        "cut": (one, two[:-300]),
+        "other": (one, other.read_bytes()),
+    }
+    first.write_bytes(contents[damage][0])
+    second.write_bytes(contents[damage][1])
+    assert errors(opened(root))
+    training = opened(root, weights="training")
+    assert not errors(training)
+    assert {f.code for f in training.findings if f.severity == "warning"} >= {*errors(opened(root))}
+
+
+def test_damaged_model_files_are_an_error_to_everybody(tmp_path: Path) -> None:
+    root = Path(shutil.copytree(DATA / "zero2_bf16", tmp_path / "copy"))
+    next(root.rglob("*_model_states.pt")).unlink()
+    assert "rank-missing" in errors(opened(root, weights="training"))
+
+
+# ---- the optimizer's state
+
+
+@pytest.mark.parametrize(
+    "case",
+    ["zero0_fp32", "zero1_bf16", "zero2_fp32", "zero2_cpuadam", "zero3_fp32", "moe_ep2_zero0"],
+)
+def test_the_state_of_the_optimizer_is_told_and_not_loaded(case: str) -> None:
+    severity, text = said(opened(DATA / case), "not-loaded")
+    assert severity == "info"
+    assert "'exp_avg', 'exp_avg_sq'" in text and "complete. It is not loaded" in text
+    assert "not complete" not in text
+
+
+def test_the_bytes_of_the_optimizer_are_counted() -> None:
+    # 180 elements with padding, two moments of 4 bytes, and a step for each of 2 groups and ranks.
+    _, text = said(opened(DATA / "zero2_fp32"), "not-loaded")
+    assert f"{(2 * 180 * 4 + 4 * 4) / 1024:.1f} KiB in 2 files, complete" in text
+
+
+def test_the_state_of_a_rank_that_is_missing_is_not_complete(tmp_path: Path) -> None:
+    root = Path(shutil.copytree(DATA / "zero2_fp32", tmp_path / "copy"))
+    lost = next(root.rglob("*_rank_1_mp_rank_00_optim_states.pt"))
+    lost.unlink()
+    _, text = said(opened(root), "not-loaded")
+    assert f"not complete: '{lost.name}' is missing" in text
+
+
+def test_universal_checkpoints_without_moments_say_so() -> None:
+    # Only fp32.pt of each parameter was kept of these.
+    _, text = said(opened(DATA / "universal_from_zero3"), "not-loaded")
+    assert "no state of the optimizer is here" in text
+
+
+def test_moments_of_universal_checkpoints_are_counted(tmp_path: Path) -> None:
+    root = Path(shutil.copytree(DATA / "universal_from_zero3", tmp_path / "copy"))
+    for path in root.rglob("fp32.pt"):
+        shutil.copy(path, path.with_name("exp_avg.pt"))
+    assert "('exp_avg')" in said(opened(root), "not-loaded")[1]
+    assert "complete" in said(opened(root), "not-loaded")[1]

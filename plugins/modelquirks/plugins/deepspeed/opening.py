@@ -23,15 +23,13 @@ def open_state(root: Path, options: OpenOptions = AS_USUAL) -> Opened:
     states are there and none is named, an error lists them.
     """
     try:
-        structure = read_structure(root, tag=options.tag)
+        structure = read_structure(root, tag=options.tag, weights=options.weights)
     except CheckpointError as error:
         unknown = Finding("state-unknown", "error", str(error))
         return Opened("deepspeed", {}, {}, (), (unknown,), chosen=options)
     below = structure.folder.path.relative_to(root).as_posix()
     prefix = "" if below == "." else f"{below}/"
-    weights = options.weights or structure.usual
-    parameters = structure.parameters(weights)
-    found = {name: p for name, p in parameters.items() if any(True for _ in p.pieces)}
+    found = {name: p for name, p in structure.best().items() if any(True for _ in p.pieces)}
     places = {
         name: place._replace(shard=f"{prefix}{place.shard}")
         for name, place in stored_pieces(found.values()).items()
@@ -44,5 +42,5 @@ def open_state(root: Path, options: OpenOptions = AS_USUAL) -> Opened:
         tensors={name: recipe(parameter) for name, parameter in found.items()},
         shards=tuple(shard_of(root, file) for file in sorted(files)),
         findings=structure.findings,
-        chosen=OpenOptions(weights, options.tag if root == structure.folder.path else below),
+        chosen=OpenOptions(structure.weights, below if prefix else options.tag),
     )
