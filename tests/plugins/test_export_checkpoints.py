@@ -12,8 +12,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
-from transformers import MixtralConfig, MixtralForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+)
 
 from modelquirks.planner import Dispatcher
 from modelquirks.planner.execution.copies import bits_equal
@@ -162,11 +167,12 @@ TINY: dict[str, Any] = {
 }
 
 
-def loaded(folder: Path, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
+def loaded(folder: Path) -> dict[str, torch.Tensor]:
     """Load as people do, and refuse what transformers only warns of."""
-    model, info = AutoModelForCausalLM.from_pretrained(  # type: ignore[no-untyped-call]
-        folder, output_loading_info=True, dtype="auto" if dtype is None else dtype
+    found: Any = AutoModelForCausalLM.from_pretrained(
+        folder, output_loading_info=True, dtype="auto"
     )
+    model, info = found
     assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     state: dict[str, torch.Tensor] = model.state_dict()
     return state

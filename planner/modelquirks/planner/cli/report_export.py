@@ -21,6 +21,7 @@ def show_exported(out: Terminal, report: ExportReport, *, everything: bool) -> N
     """Write what was written where, how fast, within what memory, and that it was read back."""
     out.say(str(report.checkpoint["path"]), style="bold")
     out.say(summary(report.checkpoint), indent=2)
+    out.say(f"exported to {report.out}", indent=2, wraps=False)
     out.say()
     rows = [(name, show_bytes(size)) for name, size in report.files.items()]
     kept = rows if everything else rows[:_SHOWN]
@@ -32,13 +33,13 @@ def show_exported(out: Terminal, report: ExportReport, *, everything: bool) -> N
     if report.copied:
         out.say(f"Copied: {', '.join(report.copied)}")
     show_findings(out, report.notes, everything=everything)
+    out.say()
     steps = ", ".join(f"{k} {show_seconds(s)}" for k, s in report.seconds_by_step.items())
     peak = report.peak_bytes
     memory = "" if peak is None else f"; the process had {show_bytes(peak)} at most"
     out.say(f"Steps: {steps}{memory}.", style="dim")
     out.say(
-        f"Exported to {report.out}: {counted(report.n_tensors, 'tensor')}, "
-        f"{show_bytes(report.n_bytes)} in {counted(len(report.files), 'file')}, every byte read "
-        "back as it was written.",
+        f"{counted(report.n_tensors, 'tensor')}, {show_bytes(report.n_bytes)} in "
+        f"{counted(len(report.files), 'file')}: every byte was read back as it was written.",
         style="bold green",
     )
