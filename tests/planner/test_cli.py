@@ -169,7 +169,10 @@ def imported(*words: str, cwd: Path) -> set[str]:
     return set(done.stderr.splitlines()[-1].split())
 
 
-@pytest.mark.parametrize("words", [["--help"], ["inspect", "--help"], ["plan", "--help"]])
+@pytest.mark.parametrize(
+    "words",
+    [["--help"], ["inspect", "--help"], ["plan", "--help"], ["export", "--help"]],
+)
 def test_help_imports_neither_torch_nor_accelerate_nor_rich(home: Path, words: list[str]) -> None:
     roots = imported(*words, cwd=home)
     assert "modelquirks" in roots
@@ -196,7 +199,10 @@ def test_what_needs_no_model_imports_no_torch(home: Path, words: list[str]) -> N
 # Calls
 
 
-@pytest.mark.parametrize("command", [(), ("inspect",), ("plan",), ("diff",), ("execute",), ("plugins",)])
+@pytest.mark.parametrize(
+    "command",
+    [(), ("inspect",), ("plan",), ("diff",), ("execute",), ("export",), ("plugins",)],
+)
 def test_every_command_has_help(home: Path, command: tuple[str, ...]) -> None:
     done = modelquirks(*command, "--help", cwd=home)
     assert (done.returncode, done.stderr) == (0, "")

@@ -41,6 +41,7 @@ from modelquirks.quirks.resolve import Facts, Resolution, resolve
 if TYPE_CHECKING:
     import torch
 
+    from modelquirks.planner.export.exportreport import ExportReport
     from modelquirks.quirks.library import LibraryRules
 
 __all__ = ["Dispatcher", "OptionError"]
@@ -125,7 +126,7 @@ class Dispatcher:
         Raises :class:`~modelquirks.planner.checkpoint.open.CheckpointError` if there is nothing to
         read, ValueError for options that mean nothing. Everything else is in the plan.
         """
-        manifest = base = self._manifest(checkpoint, OpenOptions(weights, tag))
+        manifest = base = self.manifest(checkpoint, OpenOptions(weights, tag))
         skeleton = _skeleton(model)
         of_adapter, of_base = _apart(aliases)
         renames = [_alias(alias) for alias in of_base]
@@ -222,18 +223,42 @@ class Dispatcher:
             registry=self.registry,
         )
 
+    def export(
+        self,
+        checkpoint: str | Path | Manifest,
+        out: str | Path,
+        *,
+        weights: Weights | None = None,
+        tag: str | None = None,
+        **options: Any,
+    ) -> ExportReport:
+        """Write *checkpoint* to the folder *out* as sharded safetensors, and read it back.
+
+        Under the names that are stored, or with ``model=`` as the model wants it. *weights* and
+        *tag* are those of :meth:`plan`, the other arguments those of
+        :func:`modelquirks.planner.export.perform.export`, which says what is raised.
+        """
+        from modelquirks.planner.export.perform import export
+
+        chosen = OpenOptions(weights, tag)
+        return export(checkpoint, out, registry=self.registry, options=chosen, **options)
+
     def model(self, checkpoint: str | Path | Manifest) -> torch.nn.Module | None:
         """Return the model that the config.json of *checkpoint* describes, without weights.
 
         None if no plugin builds it; no code that comes with the checkpoint is run.
         """
-        manifest = self._manifest(checkpoint)
+        manifest = self.manifest(checkpoint)
         built = self.registry.model(model_config(manifest), manifest.root)
         return None if built is None else built[0]
 
-    def _manifest(
+    def manifest(
         self, checkpoint: str | Path | Manifest, options: OpenOptions = AS_USUAL
     ) -> Manifest:
+        """Return what *checkpoint* holds; one that is open already is given back.
+
+        OptionError if something is to be chosen of one that is open.
+        """
         if not isinstance(checkpoint, Manifest):
             return open_manifest(checkpoint, lambda: self.registry, options)
         if options:

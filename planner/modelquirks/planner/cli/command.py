@@ -57,6 +57,7 @@ _COMMANDS = {
     "explain": _Entry("explain", "say why something is where it is, and what would change it"),
     "diff": _Entry("diff", "say what differs between two checkpoints, or two plans"),
     "execute": _Entry("execute", "load what a plan made earlier says"),
+    "export": _Entry("export", "write a checkpoint anew, as sharded safetensors"),
     "plugins": _Entry("plugins", "say which plugins there are and what they give"),
 }
 

@@ -6,7 +6,7 @@ import argparse
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from modelquirks.planner.checkpoint.open import open_manifest
 from modelquirks.planner.cli.adapter import adapter_of, add_adapter
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from modelquirks.planner.model.skeleton import Skeleton
     from modelquirks.quirks.registry import Registry
 
-__all__ = ["add_arguments", "add_naming", "planned", "run"]
+__all__ = ["add_arguments", "add_naming", "naming_options", "planned", "run"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -77,6 +77,18 @@ def add_naming(parser: argparse.ArgumentParser) -> None:
         type=checked(_share),
         help="share of the model's tensors, 0 to 1, that must be accounted for",
     )
+
+
+def naming_options(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the options of :func:`add_naming` as ``Dispatcher.plan`` takes them."""
+    return {
+        "aliases": args.alias,
+        "ties": args.tie,
+        "quirks": args.quirk,
+        "no_quirks": args.no_quirk,
+        "allow_missing": args.allow_missing,
+        "min_coverage": args.min_coverage,
+    }
 
 
 def run(args: argparse.Namespace) -> Exit:
@@ -150,16 +162,11 @@ def _planned(args: argparse.Namespace) -> _Planned:
             manifest,
             model=None if built is None else _skeleton(built),
             dtype=args.dtype,
-            aliases=args.alias,
-            ties=args.tie,
-            quirks=args.quirk,
-            no_quirks=args.no_quirk,
-            allow_missing=args.allow_missing,
-            min_coverage=args.min_coverage,
             dequantize=args.dequantize,
             expert_offload=not getattr(args, "no_expert_offload", False),
             adapter=adapter,
             merge_adapter=args.merge,
+            **naming_options(args),
             **placing_options(args),
         )
     return _Planned(plan, built, manifest)
