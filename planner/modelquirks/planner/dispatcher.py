@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from modelquirks.planner.checkpoint.fingerprint import layout_digest
 from modelquirks.planner.checkpoint.manifest import Manifest
-from modelquirks.planner.checkpoint.open import open_manifest
 from modelquirks.planner.collector import collector_paused
 from modelquirks.planner.dtypes import from_torch
 from modelquirks.planner.finding import Finding, shown
@@ -24,6 +23,7 @@ from modelquirks.planner.mapping.requests import idle_aliases, idle_requests
 from modelquirks.planner.mapping.ties import tie_groups
 from modelquirks.planner.model.build import model_config
 from modelquirks.planner.model.skeleton import Skeleton
+from modelquirks.planner.opening import HubOptions, open_checkpoint
 from modelquirks.planner.placement.machine import Machine
 from modelquirks.planner.placement.refusals import refusals
 from modelquirks.planner.placement.workload import Workload
@@ -85,10 +85,15 @@ class Dispatcher:
         reserve: Mapping[Any, Any] | None = None,
         pins: Sequence[str | tuple[str, Any]] = (),
         expert_frequencies: Mapping[str, Sequence[float]] | None = None,
+        revision: str | None = None,
+        token: str | bool | None = None,
+        subfolder: str = "",
     ) -> Plan:
         """Return the plan for loading *checkpoint* into *model*; headers are all that is read.
 
-        *checkpoint* is a folder, a weight file or an index, or what ``open_manifest`` made of one.
+        *checkpoint* is a folder, a weight file or an index, or what ``open_manifest`` made of one;
+        or a repository on the hub, ``org/name``, of which *revision* and *subfolder* may be named,
+        and which *token* opens (docs/hub.md).
         Without *model* the plan shows what
         is stored and where it would fit, and cannot be executed. *device_map* is ``auto``,
         ``balanced``, ``balanced_low_0``, ``sequential``, a mapping, or None (no dispatch).
@@ -110,7 +115,7 @@ class Dispatcher:
         Raises :class:`~modelquirks.planner.checkpoint.open.CheckpointError` if there is nothing to
         read, ValueError for options that mean nothing. Everything else is in the plan.
         """
-        manifest = self._manifest(checkpoint)
+        manifest = self._manifest(checkpoint, HubOptions(revision, token, subfolder))
         skeleton = _skeleton(model)
         library = self._library(model, skeleton)
         config = _config(manifest, skeleton)
@@ -192,6 +197,7 @@ class Dispatcher:
                 dispatch=device_map is not None,
                 expert_offload=expert_offload,
             ),
+            origin=manifest.origin,
             registry=self.registry,
         )
 
@@ -204,10 +210,12 @@ class Dispatcher:
         built = self.registry.model(model_config(manifest), manifest.root)
         return None if built is None else built[0]
 
-    def _manifest(self, checkpoint: str | Path | Manifest) -> Manifest:
+    def _manifest(
+        self, checkpoint: str | Path | Manifest, hub: HubOptions | None = None
+    ) -> Manifest:
         if isinstance(checkpoint, Manifest):
             return checkpoint
-        return open_manifest(checkpoint, lambda: self.registry)
+        return open_checkpoint(checkpoint, lambda: self.registry, hub=hub)
 
     def _library(
         self, model: torch.nn.Module | Skeleton | None, skeleton: Skeleton | None

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from modelquirks.planner.checkpoint.manifest import Shard
+from modelquirks.planner.checkpoint.origin import HubOrigin
 from modelquirks.planner.finding import Finding, shown
 from modelquirks.planner.mapping.audit import Audit, Entry, Suggestion
 from modelquirks.planner.mapping.recipes import FamilyRecipe
@@ -87,6 +88,8 @@ class Plan:
     findings: tuple[Finding, ...] = ()
     """What was found beyond the checkpoint, the audit and the placement."""
     options: Options = field(default_factory=Options)
+    origin: HubOrigin | None = None
+    """The commit on the hub whose files are fetched when the plan is executed."""
     moved: bool = False
     """The files lie elsewhere now, so their times say nothing."""
     registry: Registry | None = field(default=None, compare=False, repr=False)
@@ -159,6 +162,7 @@ class Plan:
             "path": str(self.path.resolve()),
             "shards": [_shard_json(shard) for shard in self.shards],
             "layout": self.layout,
+            **({} if self.origin is None else {"hub": self.origin.to_json()}),
             "recipes": [recipe.to_json() for recipe in self.recipes],
             "aliases": dict(self.aliases),
             "compare": [list(names) for names in self.compare],
@@ -338,6 +342,7 @@ def _from_json(cls: type[Plan], data: Mapping[str, Any], moved: str | Path | Non
         compare=tuple(tuple(names) for names in stored["compare"]),
         findings=_findings(stored["findings"]),
         options=Options(**stored["options"]),
+        origin=HubOrigin.from_json(stored["hub"]) if "hub" in stored and moved is None else None,
         moved=moved is not None,
     )
 

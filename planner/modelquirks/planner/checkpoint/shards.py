@@ -26,8 +26,10 @@ from modelquirks.quirks.recipe import Node
 
 __all__ = ["Content", "beside", "read_files", "read_indexed"]
 
-_ENTRY_BYTES = len('"":{"dtype":"BF16","shape":[4096,4096],"data_offsets":[1234567890,1234567890]},')
-_START_BYTES = len('12345678{"__metadata__":{"format":"pt"},}')
+_ENTRY_BYTES = len('"":{"dtype":"BF16","shape":[12288,49152],"data_offsets":[],},') + len(
+    "1234567890" * 2
+)
+_START_BYTES = len('12345678{"__metadata__":{"format":"pt"},}       ')
 
 
 @dataclass(frozen=True, slots=True)
