@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from modelquirks.planner.checkpoint.manifest import Manifest
 from modelquirks.planner.checkpoint.open import CheckpointError, open_manifest
-from modelquirks.planner.hub.address import SCHEME, address_of
+from modelquirks.planner.checkpoint.origin import HubOrigin
+from modelquirks.planner.hub.address import SCHEME, Address, address_of
 
 if TYPE_CHECKING:
     from modelquirks.quirks.registry import Registry
 
-__all__ = ["HubOptions", "open_checkpoint"]
+__all__ = ["HubOptions", "fetch_files", "open_checkpoint", "reopened"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +60,33 @@ def open_checkpoint(
         ),
         token=asked.token,
     )
+
+
+def reopened(
+    path: Path, origin: HubOrigin | None, registry: Callable[[], Registry] | None = None
+) -> Manifest:
+    """Return again what was planned for: the commit *origin* if it came from the hub, else *path*.
+
+    What was read of a commit is kept, so that a plan made here is opened without a request.
+    """
+    if origin is None:
+        return open_manifest(path, registry)
+    from modelquirks.planner.hub.open import open_repository
+
+    return open_repository(
+        Address(origin.repository, origin.commit, origin.path), token=origin.token
+    )
+
+
+def fetch_files(manifest: Manifest, names: Iterable[str]) -> None:
+    """Have the files *names* of a checkpoint here, which those of one from the hub need not be.
+
+    Raises :class:`~modelquirks.planner.checkpoint.open.CheckpointError` if they cannot be fetched.
+    """
+    if manifest.origin is not None:
+        from modelquirks.planner.hub.fetch import fetch
+
+        fetch(manifest.origin, manifest.root, names)
 
 
 def _refuse_options(checkpoint: str | Path, asked: HubOptions) -> None:

@@ -26,9 +26,8 @@ from modelquirks.quirks.recipe import Node
 
 __all__ = ["Content", "beside", "read_files", "read_indexed"]
 
-_ENTRY_BYTES = len('"":{"dtype":"BF16","shape":[12288,49152],"data_offsets":[],},') + len(
-    "1234567890" * 2
-)
+_ENTRY = '"":{"dtype":"BF16","shape":[12288,49152],"data_offsets":[,]},'
+_ENTRY_BYTES = len(_ENTRY) + 2 * len("1234567890")
 _START_BYTES = len('12345678{"__metadata__":{"format":"pt"},}       ')
 
 

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 from modelquirks.planner.cli.command import Exit
+from modelquirks.planner.cli.hub import add_hub
 from modelquirks.planner.cli.model import add_model
 from modelquirks.planner.cli.placing import add_placing, checked
 from modelquirks.planner.cli.plan import add_naming, planned
@@ -38,6 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--json", action="store_true", help="write JSON instead of text")
     add_model(parser)
+    add_hub(parser)
     add_no_plugin(parser)
     add_placing(parser)
     add_naming(parser)

@@ -8,8 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from modelquirks.planner.checkpoint.open import open_manifest
 from modelquirks.planner.cli.command import CallError, Exit
+from modelquirks.planner.cli.hub import CHECKPOINT_HELP, add_hub, opened
 from modelquirks.planner.cli.inspect import note_unreadable
 from modelquirks.planner.cli.loading import add_loading, loading_options
 from modelquirks.planner.cli.model import TRANSFORMERS, Built, add_model, build
@@ -33,12 +33,13 @@ __all__ = ["add_arguments", "add_naming", "planned", "run"]
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
-    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="folder, weight file or index")
+    parser.add_argument("checkpoint", metavar="CHECKPOINT", help=CHECKPOINT_HELP)
     parser.add_argument("--dry-run", action="store_true", help="only plan: no weight is read")
     parser.add_argument("--json", action="store_true", help="write JSON instead of tables")
     parser.add_argument("--all", action="store_true", help="list everything, however long")
     parser.add_argument("-o", "--output", metavar="FILE", type=Path, help="save the plan as JSON")
     add_model(parser)
+    add_hub(parser)
     add_no_plugin(parser)
     group = add_placing(parser)
     add_offload(group)
@@ -122,7 +123,7 @@ def planned(args: argparse.Namespace) -> Plan:
 def _planned(args: argparse.Namespace) -> tuple[Plan, Built | None]:
     registry = load_registry(args)
     with progress("Reading headers"):
-        manifest = open_manifest(args.checkpoint, lambda: registry)
+        manifest = opened(args, lambda: registry)
     built = _built(args, manifest, registry)
     with progress("Planning"):
         plan = Dispatcher(registry).plan(

@@ -2,31 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
-
-from huggingface_hub import hf_hub_download
 
 from modelquirks.planner.checkpoint.manifest import Manifest
 from modelquirks.planner.checkpoint.open import CheckpointError, manifest_at
 from modelquirks.planner.checkpoint.origin import HubOrigin
 from modelquirks.planner.finding import Finding
 from modelquirks.planner.hub.address import Address
-from modelquirks.planner.hub.client import HTTP_ERROR, Client
+from modelquirks.planner.hub.client import Client
 from modelquirks.planner.hub.connect import connect
-from modelquirks.planner.hub.failure import HubFailure
 from modelquirks.planner.hub.hubpath import HubPath
 from modelquirks.planner.hub.repository import Repository
-from modelquirks.planner.hub.store import Store, snapshot_folder
-from modelquirks.planner.hub.words import words
+from modelquirks.planner.hub.store import Store
+from modelquirks.planner.hub.words import worded
 
-__all__ = ["HubError", "fetch", "open_repository"]
-
-
-class HubError(CheckpointError):
-    """The hub does not give what was asked for; the message says what to do."""
+__all__ = ["open_repository"]
 
 
 def open_repository(address: Address, *, token: str | bool | None = None) -> Manifest:
@@ -34,12 +25,13 @@ def open_repository(address: Address, *, token: str | bool | None = None) -> Man
 
     *token* as in huggingface_hub: None takes that of HF_TOKEN or of the login, False sends none.
     Its ``root`` is where huggingface_hub's cache will have the files of that commit once they are
-    downloaded. Raises :class:`HubError` if the hub does not give it,
+    downloaded. Raises
+    :class:`~modelquirks.planner.hub.words.HubError` if the hub does not give it,
     :class:`~modelquirks.planner.checkpoint.open.CheckpointError` if there is no checkpoint in it.
     """
     client = Client(token)
     store = Store(client.endpoint)
-    with _worded(address, client):
+    with worded(address, client):
         repository, findings = connect(address, client, store)
         manifest = _read(repository, address)
         repository.save()
@@ -59,32 +51,6 @@ def open_repository(address: Address, *, token: str | bool | None = None) -> Man
     )
 
 
-def fetch(origin: HubOrigin, names: Iterable[str]) -> Path:
-    """Have huggingface_hub download the files *names* of a commit; return their folder.
-
-    Names are relative to the folder that *origin* names, or that its file is in. What is in the
-    cache is not fetched again. Raises :class:`HubError`.
-    """
-    client = Client(origin.token)
-    folder = _folder(origin)
-    address = Address(origin.repository, origin.commit, origin.path)
-    with _worded(address, client):
-        for name in names:
-            hf_hub_download(
-                origin.repository,
-                f"{folder}/{name}" if folder else name,
-                revision=origin.commit,
-                token=origin.token,
-                endpoint=client.endpoint,
-            )
-    return snapshot_folder(origin.repository, origin.commit) / folder
-
-
-def _folder(origin: HubOrigin) -> str:
-    last = origin.path.rpartition("/")[2]
-    return origin.path if "." not in last else origin.path.rpartition("/")[0]
-
-
 def _read(repository: Repository, address: Address) -> Manifest:
     path = HubPath(repository, address.path)
     if not path.exists():
@@ -99,19 +65,6 @@ def _read(repository: Repository, address: Address) -> Manifest:
             f"{error}. Formats that only plugins open must be here: `hf download {repository.id} "
             "--local-dir DIR`, then give DIR"
         ) from error
-
-
-@contextmanager
-def _worded(address: Address, client: Client) -> Generator[None, None, None]:
-    """Turn what went wrong on the way into a :class:`HubError` that says what to do."""
-    try:
-        yield
-    except HubFailure as failure:
-        cause = failure.__cause__
-        text = f"{address.repository!r}: {failure}" if cause is None else ""
-        raise HubError(text or words(cause or failure, address, client)) from failure
-    except (OSError, HTTP_ERROR) as error:
-        raise HubError(words(error, address, client)) from error
 
 
 def _about_download(manifest: Manifest, repository: Repository) -> Iterator[Finding]:

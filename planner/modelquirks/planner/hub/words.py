@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
+from contextlib import contextmanager
+
 from huggingface_hub.errors import (
     GatedRepoError,
     HfHubHTTPError,
@@ -11,13 +14,19 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 
+from modelquirks.planner.checkpoint.open import CheckpointError
 from modelquirks.planner.finding import shown
 from modelquirks.planner.hub.address import Address
 from modelquirks.planner.hub.client import HTTP_ERROR, Client
+from modelquirks.planner.hub.failure import HubFailure
 
-__all__ = ["is_unreachable", "words"]
+__all__ = ["HubError", "is_unreachable", "worded", "words"]
 
 _LOG_IN = "log in with `hf auth login`, or give a token (HF_TOKEN, --token)"
+
+
+class HubError(CheckpointError):
+    """The hub does not give what was asked for; the message says what to do."""
 
 
 def words(error: BaseException, address: Address, client: Client) -> str:
@@ -110,3 +119,16 @@ def _sent(client: Client) -> str:
 def _first_line(error: BaseException) -> str:
     lines = [line for line in str(error).splitlines() if line.strip()]
     return lines[0].strip().rstrip(".") if lines else type(error).__name__
+
+
+@contextmanager
+def worded(address: Address, client: Client) -> Generator[None, None, None]:
+    """Turn what went wrong on the way into a :class:`HubError` that says what to do."""
+    try:
+        yield
+    except HubFailure as failure:
+        cause = failure.__cause__
+        text = f"{address.repository!r}: {failure}" if cause is None else ""
+        raise HubError(text or words(cause or failure, address, client)) from failure
+    except (OSError, HTTP_ERROR) as error:
+        raise HubError(words(error, address, client)) from error
