@@ -68,8 +68,9 @@ def _now(repository: str, revision: str, client: Client, store: Store) -> Listed
             return known
     listed = client.listing(repository, revision)
     store.put_listing(listed)
-    for asked in (revision, listed.commit):
-        store.put_ref(repository, asked, Ref(listed.repository, listed.commit))
+    for name in dict.fromkeys((repository, listed.repository)):
+        for asked in dict.fromkeys((revision, listed.commit)):
+            store.put_ref(name, asked, Ref(listed.repository, listed.commit))
     return listed
 
 

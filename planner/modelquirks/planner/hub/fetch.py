@@ -1,4 +1,4 @@
-"""``fetch``: the files that executing a plan reads, and no others, downloaded by huggingface_hub."""
+"""``fetch``: the files that executing a plan reads, downloaded by huggingface_hub."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def fetch(origin: HubOrigin, root: Path, names: Iterable[str]) -> None:
         return
     if constants.is_offline_mode():
         raise HubError(
-            f"{len(lacking)} files of {str(origin)!r} are not downloaded, and huggingface_hub is in "
-            f"offline mode (HF_HUB_OFFLINE): {shown(lacking)}. Run it without, or fetch them where "
+            f"{len(lacking)} files of {str(origin)!r} are not downloaded, and huggingface_hub is "
+            f"in offline mode (HF_HUB_OFFLINE): {shown(lacking)}. Run it without, or fetch them where "
             f"there is a network: hf download {origin.repository} --revision {origin.commit}"
         )
     client = Client(origin.token)

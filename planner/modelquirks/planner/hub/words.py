@@ -58,6 +58,8 @@ def words(error: BaseException, address: Address, client: Client) -> str:
             return _refused(refused, address, client)
         case OfflineModeIsEnabled():
             return _offline(address)
+        case OSError() as local if not isinstance(local, HTTP_ERROR | ConnectionError):
+            return f"{name} cannot be read: {local}"
         case other:
             return (
                 f"{client.endpoint} cannot be reached for {name}: {_first_line(other)}. With "
