@@ -94,9 +94,9 @@ class HubServer:
     repos: dict[str, Repo] = field(default_factory=dict)
     token: str = "hf_good"
     faults: dict[str, list[str]] = field(default_factory=dict)
-    """By a part of the path, in order: a status; ``whole``, as if there were no ranges; ``shift``, a
-    range that was not asked for; ``cut:N``, the connection closed after N bytes; ``short:N``, an
-    answer of N bytes that says it has them all."""
+    """By a part of the path, in order: a status; ``whole``, as if there were no ranges; ``shift``,
+    a range that was not asked for; ``cut:N``, the connection closed after N bytes; ``short:N``,
+    an answer of N bytes that says it has them all; ``""``, none."""
     seen: list[Seen] = field(default_factory=list)
     url: str = ""
     files_url: str = ""

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from safetensors.torch import save
 
 from modelquirks.planner import CheckpointError, open_manifest
 from modelquirks.planner.checkpoint.manifest import Manifest
@@ -22,6 +21,8 @@ if TYPE_CHECKING:
     from hub_server import Blob, HubServer
 
 DATA = Path(__file__).parents[1] / "data"
+Put = Callable[..., None]
+Weights = Callable[..., bytes]
 NAME = "org/name"
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -64,21 +65,6 @@ def large(hub_server: Any) -> Callable[[int], dict[str, bytes | Blob]]:
     return files
 
 
-@pytest.fixture
-def put(hub: HubServer, hub_server: Any) -> Callable[..., None]:
-    """Give the function that makes a repository."""
-
-    def put_files(files: Mapping[str, bytes | Blob], name: str = NAME, **options: Any) -> None:
-        hub.repos[name] = hub_server.Repo.of(files, **options)
-
-    return put_files
-
-
-def weights(seed: int = 0, **shapes: tuple[int, ...]) -> bytes:
-    generator = torch.Generator().manual_seed(seed)
-    return save({k: torch.rand(shape, generator=generator) for k, shape in shapes.items()})
-
-
 def codes(manifest: Manifest) -> list[str]:
     return [finding.code for finding in manifest.findings]
 
@@ -89,7 +75,7 @@ def ranges(hub: HubServer, name: str) -> list[str]:
 
 
 def test_sixty_files_are_planned_from_little_more_than_their_headers(
-    hub: HubServer, put: Callable[..., None], large: Any
+    hub: HubServer, put: Put, large: Any
 ) -> None:
     files = large(60)
     put(files)
@@ -106,7 +92,7 @@ def test_sixty_files_are_planned_from_little_more_than_their_headers(
 
 
 def test_a_second_plan_asks_only_whether_the_branch_has_moved(
-    hub: HubServer, put: Callable[..., None], large: Any
+    hub: HubServer, put: Put, large: Any
 ) -> None:
     put(large(3))
     first = open_checkpoint(NAME)
@@ -126,7 +112,7 @@ def test_a_second_plan_asks_only_whether_the_branch_has_moved(
 
 
 def test_a_new_commit_is_noticed_and_an_old_one_stays_at_hand(
-    hub: HubServer, put: Callable[..., None]
+    hub: HubServer, put: Put, weights: Weights
 ) -> None:
     put({SINGLE: weights(a=(2, 3)), "config.json": b"{}"})
     old = open_checkpoint(NAME)
@@ -140,7 +126,7 @@ def test_a_new_commit_is_noticed_and_an_old_one_stays_at_hand(
     assert before.tensors == old.tensors
 
 
-def test_a_revision_may_be_a_branch(hub: HubServer, put: Callable[..., None]) -> None:
+def test_a_revision_may_be_a_branch(hub: HubServer, put: Put, weights: Weights) -> None:
     put({SINGLE: weights(a=(2,))})
     hub.repos[NAME].commit({SINGLE: weights(b=(2,))}, "refs/pr/1")
     branch = open_checkpoint(NAME, hub=HubOptions(revision="refs/pr/1"))
@@ -150,7 +136,7 @@ def test_a_revision_may_be_a_branch(hub: HubServer, put: Callable[..., None]) ->
 
 
 def test_a_header_longer_than_expected_takes_one_more_range_and_no_byte_twice(
-    hub: HubServer, put: Callable[..., None], hub_server: Any
+    hub: HubServer, put: Put, hub_server: Any
 ) -> None:
     head, size = header({f"some.long.name.of.a.tensor.{n}": (64, 64) for n in range(2000)})
     put({SINGLE: hub_server.Blob(head, size, lfs=True)})
@@ -171,7 +157,7 @@ def test_a_header_longer_than_expected_takes_one_more_range_and_no_byte_twice(
     ),
 )
 def test_a_repository_says_what_the_same_files_in_a_folder_say(
-    hub: HubServer, put: Callable[..., None], folder: str
+    hub: HubServer, put: Put, folder: str
 ) -> None:
     """Real files of every kind, sound and broken: the same reader, another way to the bytes."""
     root = DATA / folder
@@ -199,7 +185,7 @@ def torch_file(tmp_path: Path, *, legacy: bool = False, n: int = 6) -> bytes:
 
 @pytest.mark.parametrize("legacy", [False, True])
 def test_files_of_torch_save_are_read_by_ranges_too(
-    hub: HubServer, put: Callable[..., None], tmp_path: Path, legacy: bool
+    hub: HubServer, put: Put, tmp_path: Path, legacy: bool
 ) -> None:
     raw = torch_file(tmp_path, legacy=legacy)
     put({"pytorch_model.bin": raw})
@@ -213,7 +199,7 @@ def test_files_of_torch_save_are_read_by_ranges_too(
 
 
 def test_a_folder_or_a_file_of_a_repository_can_be_named(
-    hub: HubServer, put: Callable[..., None]
+    hub: HubServer, put: Put, weights: Weights
 ) -> None:
     put(
         {
@@ -235,7 +221,7 @@ def test_a_folder_or_a_file_of_a_repository_can_be_named(
 
 
 def test_of_several_formats_the_same_is_taken_as_in_a_folder(
-    hub: HubServer, put: Callable[..., None], tmp_path: Path
+    hub: HubServer, put: Put, weights: Weights, tmp_path: Path
 ) -> None:
     put(
         {
@@ -251,7 +237,7 @@ def test_of_several_formats_the_same_is_taken_as_in_a_folder(
     assert ranges(hub, "pytorch_model.bin") == []
 
 
-def test_a_listing_cannot_lead_out_of_the_cache(hub: HubServer, put: Callable[..., None]) -> None:
+def test_a_listing_cannot_lead_out_of_the_cache(hub: HubServer, put: Put, weights: Weights) -> None:
     put({SINGLE: weights(a=(2,)), "../../evil.json": b"{}", "/etc/evil": b"", "a\\..\\b": b""})
     manifest = open_checkpoint(NAME)
     (finding,) = [one for one in manifest.findings if one.code == "listing-path"]
@@ -262,7 +248,7 @@ def test_a_listing_cannot_lead_out_of_the_cache(hub: HubServer, put: Callable[..
 
 
 def test_what_could_not_be_kept_is_said_and_does_not_matter(
-    hub: HubServer, put: Callable[..., None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    hub: HubServer, put: Put, weights: Weights, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     from huggingface_hub import constants
 
@@ -275,7 +261,7 @@ def test_what_could_not_be_kept_is_said_and_does_not_matter(
 
 
 def test_damaged_parts_in_the_cache_are_fetched_again(
-    hub: HubServer, put: Callable[..., None], tmp_path: Path
+    hub: HubServer, put: Put, weights: Weights, tmp_path: Path
 ) -> None:
     put({SINGLE: weights(a=(2,))})
     first = open_checkpoint(NAME)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import unquote
 
-from modelquirks.planner.checkpoint.index import format_of
+from modelquirks.planner.checkpoint.index import format_of, leaves_folder
 from modelquirks.planner.checkpoint.open import CheckpointError
 
 __all__ = ["SCHEME", "Address", "address_of"]
@@ -55,8 +55,8 @@ def address_of(text: str) -> Address | None:
 
 def _explicit(text: str) -> Address:
     found = _EXPLICIT.fullmatch(text.removeprefix(SCHEME))
-    path = (found["path"] or "").strip("/") if found else ""
-    if found is None or any(part in ("", ".", "..") for part in path.split("/") if path):
+    path = (found["path"] or "").removesuffix("/") if found else ""
+    if found is None or (path and leaves_folder(path)) or "//" in f"/{path}":
         raise CheckpointError(
             f"{text!r} names no repository; write {SCHEME}org/name, which may go on with @revision "
             "and /folder or /file"
