@@ -370,7 +370,7 @@ def test_options_for_the_hub_are_refused_with_a_path(hub: HubServer, tmp_path: P
     with pytest.raises(CheckpointError) as caught:
         open_checkpoint(str(tmp_path), hub=HubOptions(revision="v1", token="t"))
     assert str(caught.value) == (
-        f"{str(tmp_path)!r} is here, so revision and token mean nothing: leave them out, or write "
+        f"{str(tmp_path)!r} is here, so revision and token mean nothing: leave that out, or write "
         "hf://org/name for the repository of that name on the hub"
     )
     with pytest.raises(CheckpointError, match="says the revision already; leave 'v2' out"):

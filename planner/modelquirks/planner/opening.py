@@ -95,7 +95,8 @@ def _refuse_options(checkpoint: str | Path, asked: HubOptions) -> None:
     if not given:
         return
     here = "is here" if Path(checkpoint).exists() else "is a path of this machine"
+    what = f"{' and '.join(given)} {'means' if len(given) == 1 else 'mean'}"
     raise CheckpointError(
-        f"{str(checkpoint)!r} {here}, so {' and '.join(given)} mean nothing: leave them out, or "
-        f"write {SCHEME}org/name for the repository of that name on the hub"
+        f"{str(checkpoint)!r} {here}, so {what} nothing: leave that out, or write "
+        f"{SCHEME}org/name for the repository of that name on the hub"
     )

@@ -30,9 +30,9 @@ def fetch(origin: HubOrigin, root: Path, names: Iterable[str]) -> None:
         return
     if constants.is_offline_mode():
         raise HubError(
-            f"{len(lacking)} files of {str(origin)!r} are not downloaded, and huggingface_hub is "
-            f"in offline mode (HF_HUB_OFFLINE): {shown(lacking)}. Run it without, or fetch them where "
-            f"there is a network: hf download {origin.repository} --revision {origin.commit}"
+            f"{len(lacking)} files of {str(origin)!r} are not here, and huggingface_hub is in "
+            f"offline mode (HF_HUB_OFFLINE): {shown(lacking)}. Run it without, or fetch them "
+            f"where there is a network: hf download {origin.repository} --revision {origin.commit}"
         )
     client = Client(origin.token)
     with worded(Address(origin.repository, origin.commit, origin.path), client):
