@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from modelquirks.planner.checkpoint.fingerprint import layout_digest
 from modelquirks.planner.checkpoint.manifest import Manifest
+from modelquirks.planner.checkpoint.openoptions import AS_USUAL, OpenOptions, Weights
 from modelquirks.planner.collector import collector_paused
 from modelquirks.planner.dtypes import from_torch
 from modelquirks.planner.finding import Finding, shown
@@ -23,7 +24,7 @@ from modelquirks.planner.mapping.requests import idle_aliases, idle_requests
 from modelquirks.planner.mapping.ties import tie_groups
 from modelquirks.planner.model.build import model_config
 from modelquirks.planner.model.skeleton import Skeleton
-from modelquirks.planner.opening import HubOptions, open_checkpoint
+from modelquirks.planner.opening import NO_HUB, HubOptions, open_checkpoint
 from modelquirks.planner.placement.machine import Machine
 from modelquirks.planner.placement.refusals import refusals
 from modelquirks.planner.placement.workload import Workload
@@ -85,6 +86,8 @@ class Dispatcher:
         reserve: Mapping[Any, Any] | None = None,
         pins: Sequence[str | tuple[str, Any]] = (),
         expert_frequencies: Mapping[str, Sequence[float]] | None = None,
+        weights: Weights | None = None,
+        tag: str | None = None,
         revision: str | None = None,
         token: str | bool | None = None,
         subfolder: str = "",
@@ -110,12 +113,15 @@ class Dispatcher:
         named in *quirks* apply even if they do not match, those in *no_quirks* never. Model
         tensors that fit a pattern of *allow_missing* may be missing. Below *min_coverage* (0 to
         1) the plan is not usable, nor where packed weights would have to become plain ones without
-        *dequantize*.
+        *dequantize*. Of a training checkpoint *weights* are its ``master`` copies in fp32 or those
+        in the dtype of ``training``, *tag* which of its saved states is meant; the plan keeps the
+        choice.
 
         Raises :class:`~modelquirks.planner.checkpoint.open.CheckpointError` if there is nothing to
         read, ValueError for options that mean nothing. Everything else is in the plan.
         """
-        manifest = self._manifest(checkpoint, HubOptions(revision, token, subfolder))
+        hub = HubOptions(revision, token, subfolder)
+        manifest = self._manifest(checkpoint, OpenOptions(weights, tag), hub)
         skeleton = _skeleton(model)
         library = self._library(model, skeleton)
         config = _config(manifest, skeleton)
@@ -171,6 +177,7 @@ class Dispatcher:
             checkpoint=manifest.to_json(),
             shards=manifest.shards,
             layout=layout_digest(manifest.readable),
+            opening=manifest.options,
             model=None if skeleton is None else _model_facts(skeleton),
             quirks=(*_notes(resolution), *_library_note(resolution, library)),
             audit=audit,
@@ -211,11 +218,19 @@ class Dispatcher:
         return None if built is None else built[0]
 
     def _manifest(
-        self, checkpoint: str | Path | Manifest, hub: HubOptions | None = None
+        self,
+        checkpoint: str | Path | Manifest,
+        options: OpenOptions = AS_USUAL,
+        hub: HubOptions = NO_HUB,
     ) -> Manifest:
-        if isinstance(checkpoint, Manifest):
-            return checkpoint
-        return open_checkpoint(checkpoint, lambda: self.registry, hub=hub)
+        if not isinstance(checkpoint, Manifest):
+            return open_checkpoint(checkpoint, lambda: self.registry, options, hub=hub)
+        if options or hub:
+            told = " and ".join(filter(None, (options.told(), hub.told())))
+            raise OptionError(
+                f"{told}: the checkpoint is open already; give them to open_checkpoint"
+            )
+        return checkpoint
 
     def _library(
         self, model: torch.nn.Module | Skeleton | None, skeleton: Skeleton | None

@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING
 
 from modelquirks.planner.checkpoint.manifest import Manifest
 from modelquirks.planner.checkpoint.open import CheckpointError, open_manifest
+from modelquirks.planner.checkpoint.openoptions import AS_USUAL, OpenOptions
 from modelquirks.planner.checkpoint.origin import HubOrigin
 from modelquirks.planner.hub.address import SCHEME, Address, address_of
 
 if TYPE_CHECKING:
     from modelquirks.quirks.registry import Registry
 
-__all__ = ["HubOptions", "fetch_files", "open_checkpoint", "reopened"]
+__all__ = ["NO_HUB", "HubOptions", "fetch_files", "open_checkpoint", "reopened"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,12 +30,30 @@ class HubOptions:
     subfolder: str = ""
     """Folder of the repository in which the checkpoint is, or a file."""
 
+    def __bool__(self) -> bool:
+        """Tell whether anything was said."""
+        return bool(self.told())
+
+    def told(self) -> str:
+        """Return the names of what was said.
+
+        >>> HubOptions("v1", subfolder="unet").told()
+        'revision and subfolder'
+        """
+        given = (name for name in ("revision", "subfolder", "token") if getattr(self, name))
+        return " and ".join(given)
+
+
+NO_HUB = HubOptions()
+"""Nothing said."""
+
 
 def open_checkpoint(
     checkpoint: str | Path,
     registry: Callable[[], Registry] | None = None,
+    options: OpenOptions = AS_USUAL,
     *,
-    hub: HubOptions | None = None,
+    hub: HubOptions = NO_HUB,
 ) -> Manifest:
     """Return what *checkpoint* holds: a path as in ``open_manifest``, or a repository on the hub.
 
@@ -42,39 +61,42 @@ def open_checkpoint(
     ``org/name`` is a repository, and so is ``hf://org/name``. Raises
     :class:`~modelquirks.planner.checkpoint.open.CheckpointError`.
     """
-    asked = hub or HubOptions()
     address = address_of(checkpoint) if isinstance(checkpoint, str) else None
     if address is None:
-        _refuse_options(checkpoint, asked)
-        return open_manifest(checkpoint, registry)
+        _refuse_options(checkpoint, hub)
+        return open_manifest(checkpoint, registry, options)
     for name in ("revision", "path"):
-        given = asked.subfolder.strip("/") if name == "path" else asked.revision
+        given = hub.subfolder.strip("/") if name == "path" else hub.revision
         if given and getattr(address, name):
             raise CheckpointError(f"{checkpoint!r} says the {name} already; leave {given!r} out")
     from modelquirks.planner.hub.open import open_repository  # 0.3 s, and the way to the network
 
     return open_repository(
         address._replace(
-            revision=asked.revision or address.revision,
-            path=asked.subfolder.strip("/") or address.path,
+            revision=hub.revision or address.revision,
+            path=hub.subfolder.strip("/") or address.path,
         ),
-        token=asked.token,
+        token=hub.token,
+        options=options,
     )
 
 
 def reopened(
-    path: Path, origin: HubOrigin | None, registry: Callable[[], Registry] | None = None
+    path: Path,
+    origin: HubOrigin | None,
+    registry: Callable[[], Registry] | None = None,
+    options: OpenOptions = AS_USUAL,
 ) -> Manifest:
     """Return again what was planned for: the commit *origin* if it came from the hub, else *path*.
 
     What was read of a commit is kept, so that a plan made here is opened without a request.
     """
     if origin is None:
-        return open_manifest(path, registry)
+        return open_manifest(path, registry, options)
     from modelquirks.planner.hub.open import open_repository
 
     return open_repository(
-        Address(origin.repository, origin.commit, origin.path), token=origin.token
+        Address(origin.repository, origin.commit, origin.path), token=origin.token, options=options
     )
 
 
@@ -89,13 +111,12 @@ def fetch_files(manifest: Manifest, names: Iterable[str]) -> None:
         fetch(manifest.origin, manifest.root, names)
 
 
-def _refuse_options(checkpoint: str | Path, asked: HubOptions) -> None:
+def _refuse_options(checkpoint: str | Path, hub: HubOptions) -> None:
     """Say so if options for the hub were given with a path of this machine."""
-    given = [name for name in ("revision", "subfolder", "token") if getattr(asked, name)]
-    if not given:
+    if not hub:
         return
     here = "is here" if Path(checkpoint).exists() else "is a path of this machine"
-    what = f"{' and '.join(given)} {'means' if len(given) == 1 else 'mean'}"
+    what = f"{hub.told()} {'mean' if ' and ' in hub.told() else 'means'}"
     raise CheckpointError(
         f"{str(checkpoint)!r} {here}, so {what} nothing: leave that out, or write "
         f"{SCHEME}org/name for the repository of that name on the hub"

@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> Exit:
     if not args.json:
         show_plan(Terminal(sys.stdout), plan, everything=args.all)
     with progress("Reading headers"):
-        manifest = reopened(plan.path, plan.origin, lambda: registry)
+        manifest = reopened(plan.path, plan.origin, lambda: registry, plan.opening)
     with progress("Building the model without its weights"):
         built = build(args.model or TRANSFORMERS, manifest, registry)
     return load(plan, built.model, as_json=args.json, options=options)

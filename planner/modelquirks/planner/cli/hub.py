@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from modelquirks.planner.checkpoint.openoptions import AS_USUAL, OpenOptions
 from modelquirks.planner.opening import HubOptions, open_checkpoint
 
 if TYPE_CHECKING:
@@ -42,7 +43,11 @@ def add_token(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None
     )
 
 
-def opened(args: argparse.Namespace, registry: Callable[[], Registry] | None = None) -> Manifest:
+def opened(
+    args: argparse.Namespace,
+    registry: Callable[[], Registry] | None = None,
+    options: OpenOptions = AS_USUAL,
+) -> Manifest:
     """Return the manifest of the checkpoint that the arguments name."""
     hub = HubOptions(args.revision, args.token, args.subfolder)
-    return open_checkpoint(args.checkpoint, registry, hub=hub)
+    return open_checkpoint(args.checkpoint, registry, options, hub=hub)

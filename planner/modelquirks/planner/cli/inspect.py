@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from modelquirks.planner.cli.command import Exit
 from modelquirks.planner.cli.hub import CHECKPOINT_HELP, add_hub, opened
+from modelquirks.planner.cli.opening import add_opening, opening_options
 from modelquirks.planner.cli.report import SCHEMA, show_manifest, write_json
 from modelquirks.planner.cli.terminal import Terminal, note, progress
 
@@ -23,13 +24,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("checkpoint", metavar="CHECKPOINT", help=CHECKPOINT_HELP)
     parser.add_argument("--all", action="store_true", help="list every family and finding")
     parser.add_argument("--json", action="store_true", help="write JSON instead of tables")
+    add_opening(parser)
     add_hub(parser)
 
 
 def run(args: argparse.Namespace) -> Exit:
     """Read the headers and report them."""
     with progress("Reading headers"):
-        manifest = opened(args)
+        manifest = opened(args, options=opening_options(args))
     if args.json:
         write_json({"schema": SCHEMA, "checkpoint": manifest.to_json()}, sys.stdout)
     else:

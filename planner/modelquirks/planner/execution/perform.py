@@ -202,7 +202,9 @@ def unchanged(plan: Plan) -> Manifest:
 
     Of a commit on the hub the files that the plan reads are downloaded first, if they are not here.
     """
-    manifest = reopened(plan.path, plan.origin, lambda: plan.registry or Registry.load())
+    manifest = reopened(
+        plan.path, plan.origin, lambda: plan.registry or Registry.load(), plan.opening
+    )
     shards = plan.shards
     if plan.origin is not None:
         needed = files_needed(plan, manifest)

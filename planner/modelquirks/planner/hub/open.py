@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from modelquirks.planner.checkpoint.manifest import Manifest
 from modelquirks.planner.checkpoint.open import CheckpointError, manifest_at
+from modelquirks.planner.checkpoint.openoptions import AS_USUAL, OpenOptions
 from modelquirks.planner.checkpoint.origin import HubOrigin
 from modelquirks.planner.finding import Finding
 from modelquirks.planner.hub.address import Address
@@ -20,7 +21,9 @@ from modelquirks.planner.hub.words import worded
 __all__ = ["open_repository"]
 
 
-def open_repository(address: Address, *, token: str | bool | None = None) -> Manifest:
+def open_repository(
+    address: Address, *, token: str | bool | None = None, options: OpenOptions = AS_USUAL
+) -> Manifest:
     """Return what the checkpoint at *address* holds; no weight is fetched.
 
     *token* as in huggingface_hub: None takes that of HF_TOKEN or of the login, False sends none.
@@ -33,7 +36,7 @@ def open_repository(address: Address, *, token: str | bool | None = None) -> Man
     store = Store(client.endpoint)
     with worded(address, client):
         repository, findings = connect(address, client, store)
-        manifest = _read(repository, address)
+        manifest = _read(repository, address, options)
         repository.save()
     origin = HubOrigin(
         repository.id, address.revision or "main", repository.commit, address.path, token
@@ -51,7 +54,7 @@ def open_repository(address: Address, *, token: str | bool | None = None) -> Man
     )
 
 
-def _read(repository: Repository, address: Address) -> Manifest:
+def _read(repository: Repository, address: Address, options: OpenOptions) -> Manifest:
     path = HubPath(repository, address.path)
     if not path.exists():
         raise CheckpointError(
@@ -59,7 +62,7 @@ def _read(repository: Repository, address: Address) -> Manifest:
             f"{', '.join(map(repr, repository.entries('')[:10])) or 'no files'}"
         )
     try:
-        return manifest_at(path)
+        return manifest_at(path, options=options)
     except CheckpointError as error:
         raise CheckpointError(
             f"{error}. Formats that only plugins open must be here: `hf download {repository.id} "
