@@ -15,7 +15,7 @@ from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any, NamedTuple
+from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
 __all__ = ["Blob", "HubServer", "Repo", "Seen", "serving"]
@@ -75,16 +75,18 @@ class Repo:
         return self.refs[branch]
 
 
-class Seen(NamedTuple):
+@dataclass
+class Seen:
     """A request and what was sent for it."""
 
     method: str
     path: str
-    status: int
-    body_bytes: int
     token: str | None
     range: str | None
     host: str
+    status: int = 0
+    body_bytes: int = 0
+    """Counted before they are sent, so that who has them all finds them counted."""
 
 
 @dataclass
@@ -143,7 +145,14 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer()
 
     def _answer(self) -> None:
-        self._status, self._sent = 0, 0
+        self.seen = Seen(
+            self.command,
+            self.path,
+            self.headers.get("authorization"),
+            self.headers.get("range"),
+            self.headers.get("host", ""),
+        )
+        self.hub.seen.append(self.seen)
         try:
             self._route()
         except _Refused as refused:
@@ -151,18 +160,6 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(refused.status, body, refused.headers)
         except (BrokenPipeError, ConnectionResetError):
             self.close_connection = True
-        finally:
-            self.hub.seen.append(
-                Seen(
-                    self.command,
-                    self.path,
-                    self._status,
-                    self._sent,
-                    self.headers.get("authorization"),
-                    self.headers.get("range"),
-                    self.headers.get("host", ""),
-                )
-            )
 
     def _route(self) -> None:
         url = urlsplit(self.path)
@@ -272,9 +269,9 @@ class _Handler(BaseHTTPRequestHandler):
             return
         limit = int(self.fault.partition(":")[2]) if self.fault.startswith("cut:") else -1
         for chunk in blob.part(begin, end):
-            part = chunk if limit < 0 else chunk[: max(0, limit - self._sent)]
+            part = chunk if limit < 0 else chunk[: max(0, limit - self.seen.body_bytes)]
+            self.seen.body_bytes += len(part)
             self.wfile.write(part)
-            self._sent += len(part)
             if len(part) < len(chunk):
                 self.wfile.flush()
                 self.close_connection = True
@@ -283,11 +280,11 @@ class _Handler(BaseHTTPRequestHandler):
     def _send(self, status: int, body: bytes, headers: Mapping[str, str]) -> None:
         self._begin(status, headers, len(body))
         if self.command != "HEAD":
+            self.seen.body_bytes += len(body)
             self.wfile.write(body)
-            self._sent += len(body)
 
     def _begin(self, status: int, headers: Mapping[str, str], length: int) -> None:
-        self._status = status
+        self.seen.status = status
         self.send_response(status)
         for name, value in {**headers, "Content-Length": str(length)}.items():
             self.send_header(name, value)
