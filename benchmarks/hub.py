@@ -2,10 +2,10 @@
 
     python benchmarks/hub.py [--files N] [--tensors N ...]
 
-A server on this machine has a sharded model of about 5 GB a file, of which only headers exist. Both read all of them,
-ours with a plan as its result. Bytes are those of the bodies that the server sent; requests
-are all that it saw, redirects included. Seconds are of this machine, without any distance; the
-server shares its cores.
+A server on this machine has a sharded model of 5 GB a file, of which only the headers exist. Both
+read all of them, ours with a plan as its result. Bytes are those of the bodies that the server
+sent; requests are all that it saw, redirects included. Seconds are of this machine, without any
+distance; the server shares its cores.
 """
 
 from __future__ import annotations

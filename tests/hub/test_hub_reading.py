@@ -196,6 +196,8 @@ def test_files_of_torch_save_are_read_by_ranges_too(
     assert dict(found.tensors) == dict(local.tensors)
     assert found.shards[0].digest == local.shards[0].digest
     assert hub.body_bytes < len(raw) / 4
+    if not legacy:  # the start, the end, and where each of the tensors between them begins
+        assert len(ranges(hub, ".bin")) <= 2 + len(found.tensors)
 
 
 def test_a_folder_or_a_file_of_a_repository_can_be_named(

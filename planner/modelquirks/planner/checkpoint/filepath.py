@@ -6,10 +6,17 @@ ranges over HTTP (``modelquirks.planner.hub``); nothing here knows of a network.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import BinaryIO, Literal, Protocol, Self, runtime_checkable
 
-__all__ = ["Distant", "FilePath", "FileStatus", "announce"]
+__all__ = [
+    "Distant",
+    "DistantFile",
+    "FilePath",
+    "FileStatus",
+    "announce",
+    "announce_ranges",
+]
 
 
 class FileStatus(Protocol):
@@ -105,6 +112,21 @@ class Distant(Protocol):
     def expect(self, files: Mapping[str, int | None], /) -> None:
         """Take note that headers will be read, of about so many bytes; None: nobody knows."""
         ...
+
+
+@runtime_checkable
+class DistantFile(Protocol):
+    """An open file that is far away."""
+
+    def expect_ranges(self, ranges: Sequence[tuple[int, int]], /) -> None:
+        """Take note that the bytes from here to before there will be read, of each pair."""
+        ...
+
+
+def announce_ranges(file: object, ranges: Iterable[tuple[int, int]]) -> None:
+    """Tell *file*, if it is far away, which scattered bytes will be read."""
+    if isinstance(file, DistantFile):
+        file.expect_ranges([*ranges])
 
 
 def announce(folder: FilePath, files: Mapping[str, int | None]) -> None:

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, BinaryIO, NamedTuple
 
 from modelquirks.planner.checkpoint.file_kind import Look, look, not_weights
-from modelquirks.planner.checkpoint.filepath import FilePath
+from modelquirks.planner.checkpoint.filepath import FilePath, announce_ranges
 from modelquirks.planner.checkpoint.header import Header, unread
 from modelquirks.planner.checkpoint.manifest import Shard, StoredTensor
 from modelquirks.planner.checkpoint.pickle_machine import MAX_BYTES, PickleProblem
@@ -213,6 +213,10 @@ def _begins(
 
     The latter by code, with the key of the storage and a remark.
     """
+    storages = [*storages]
+    records = [archive.records.get(f"data/{storage.key}") for storage in storages]
+    starts = [record.header_offset for record in records if record is not None]
+    announce_ranges(archive.file, [(start, start + _LOCAL.size) for start in starts])
     begins: dict[str, int] = {}
     faults: dict[str, list[tuple[str, str]]] = {}
     for storage in storages:

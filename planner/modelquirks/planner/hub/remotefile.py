@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from threading import RLock
 from typing import BinaryIO, cast
 
 from modelquirks.planner.hub.client import Piece
 from modelquirks.planner.hub.spans import Spans
 
-__all__ = ["FIRST_BYTES", "RemoteFile"]
+__all__ = ["AT_ONCE", "FIRST_BYTES", "RemoteFile"]
 
 FIRST_BYTES = 64 << 10
 """What is asked for first where nobody knows how long the header is.
@@ -19,7 +20,10 @@ FIRST_BYTES = 64 << 10
 Of the real checkpoints at hand, files with up to 500 tensors have headers below this. (The
 ``get_safetensors_metadata`` of huggingface_hub asks for 100,000 bytes.)
 """
+AT_ONCE = 8
+"""Requests at a time."""
 _LEAST_BYTES = 4 << 10
+_CLOSE_BYTES = 16 << 10
 _TAIL_BYTES = 64 << 10
 """Zip files have their directory at the end: it is fetched with the last bytes, which are read
 first."""
@@ -60,6 +64,34 @@ class RemoteFile:
                     known = self.spans.at(position)
                 found += known[: end - position]
             return bytes(found)
+
+    def expect(self, ranges: Sequence[tuple[int, int]]) -> None:
+        """Fetch what is not known of *ranges*, several at once; what is close comes together."""
+        with self._lock:
+            size = self.size
+            wanted: list[tuple[int, int]] = []
+            for begin, end in sorted(ranges):
+                begin += len(self.spans.at(begin))
+                following = self.spans.next_after(begin)
+                end = min(end, size, size if following is None else following)
+                if (
+                    wanted
+                    and begin - wanted[-1][1] <= _CLOSE_BYTES
+                    and self._is_gap(wanted[-1], begin)
+                ):
+                    wanted[-1] = (wanted[-1][0], max(end, wanted[-1][1]))
+                elif begin < end:
+                    wanted.append((begin, end))
+            with ThreadPoolExecutor(AT_ONCE) as pool:
+                pieces = [*pool.map(lambda pair: self._fetch(*pair), wanted)]
+            for (begin, _), piece in zip(wanted, pieces, strict=True):
+                self.spans.add(begin, piece.content)
+                self.is_new = True
+
+    def _is_gap(self, before: tuple[int, int], begin: int) -> bool:
+        """Tell whether nothing is known between a range and what begins behind it."""
+        following = self.spans.next_after(before[0])
+        return following is None or following >= begin
 
     def _around(self, position: int, end: int) -> tuple[int, int]:
         """Return what to fetch where the bytes from *position* to *end* are not known."""
@@ -114,6 +146,9 @@ class _Handle(io.RawIOBase):
         found = self._remote.at(self._position, length)
         self._position += len(found)
         return found
+
+    def expect_ranges(self, ranges: Sequence[tuple[int, int]], /) -> None:
+        self._remote.expect(ranges)
 
     def readline(self, size: int | None = -1) -> bytes:
         limit = -1 if size is None else size

@@ -25,13 +25,10 @@ from huggingface_hub.utils import (
 from modelquirks.planner.checkpoint.index import leaves_folder
 from modelquirks.planner.hub.client import HTTP_ERROR, Client, Listed, Piece, Remote
 from modelquirks.planner.hub.failure import HubFailure
-from modelquirks.planner.hub.remotefile import FIRST_BYTES, RemoteFile
+from modelquirks.planner.hub.remotefile import AT_ONCE, FIRST_BYTES, RemoteFile
 from modelquirks.planner.hub.store import Store, snapshot_folder
 
 __all__ = ["Repository"]
-
-_AT_ONCE = 8
-"""Requests at a time."""
 
 
 class Repository:
@@ -97,7 +94,7 @@ class Repository:
         wanted = {name: n for name, n in files.items() if name in self.files}
         remotes = [(self._remote(name), n) for name, n in wanted.items() if not self._here(name)]
         unknown = [(remote, n) for remote, n in remotes if not remote.spans]
-        with ThreadPoolExecutor(_AT_ONCE) as pool:
+        with ThreadPoolExecutor(AT_ONCE) as pool:
             for done in [pool.submit(one.begin, n or FIRST_BYTES) for one, n in unknown]:
                 done.result()
 
