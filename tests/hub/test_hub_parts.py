@@ -62,6 +62,8 @@ def test_whatever_is_read_in_whatever_order_is_right_and_fetched_once(
                 assert opened.read() == file.content[-where:]
         else:
             assert remote.at(where, length) == file.content[where : where + length]
+    if not remote.spans:
+        return
     kept = Spans.parse(b"".join(remote.spans.dump()))
     again = RemoteFile(lambda begin, end: pytest.fail("fetched again"), kept)
     for what, where, length in done:

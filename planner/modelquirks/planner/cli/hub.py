@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from modelquirks.planner.checkpoint.manifest import Manifest
     from modelquirks.quirks.registry import Registry
 
-__all__ = ["CHECKPOINT_HELP", "add_hub", "add_token", "opened"]
+__all__ = ["CHECKPOINT_HELP", "add_hub", "add_token", "hub_options", "opened"]
 
 CHECKPOINT_HELP = "folder, weight file or index; or org/name of a repository on the hub"
 
@@ -49,5 +49,9 @@ def opened(
     options: OpenOptions = AS_USUAL,
 ) -> Manifest:
     """Return the manifest of the checkpoint that the arguments name."""
-    hub = HubOptions(args.revision, args.token, args.subfolder)
-    return open_checkpoint(args.checkpoint, registry, options, hub=hub)
+    return open_checkpoint(args.checkpoint, registry, options, hub=hub_options(args))
+
+
+def hub_options(args: argparse.Namespace) -> HubOptions:
+    """Return what the arguments say about a repository."""
+    return HubOptions(args.revision, args.token, args.subfolder)
