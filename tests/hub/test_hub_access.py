@@ -199,6 +199,17 @@ def test_a_file_that_is_listed_and_not_given_is_named(
         open_checkpoint(NAME)
 
 
+def test_a_commit_that_would_lead_out_of_the_cache_is_refused(
+    hub: HubServer, put: Put, weights: Weights
+) -> None:
+    put({SINGLE: weights(a=(2,))})
+    (files,) = hub.repos[NAME].commits.values()
+    hub.repos[NAME].commits = {"../../evil": files}
+    hub.repos[NAME].refs = {"main": "../../evil"}
+    with pytest.raises(HubError, match=r"the hub gives '../../evil' as a commit; 40 hex"):
+        open_checkpoint(NAME)
+
+
 def test_a_renamed_repository_is_followed_and_the_new_name_told(
     hub: HubServer, put: Put, large: None
 ) -> None:

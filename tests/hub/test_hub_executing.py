@@ -8,7 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -250,6 +250,30 @@ def test_the_commands_take_a_repository(
     assert main(["explain", NAME, "a", "--token", hub.token]) == 0
     assert main(["inspect", "plan.json", "--revision", "v1"]) == 2
     assert "'plan.json' is here, so revision means nothing" in capsys.readouterr().err
+
+
+def test_a_model_of_transformers_is_built_from_the_config_and_loaded(
+    hub: HubServer,
+    put: Put,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "vocab_size": 96}
+    heads: dict[str, Any] = {
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+    }
+    LlamaForCausalLM(LlamaConfig(**sizes, **heads)).save_pretrained(
+        tmp_path / "saved", max_shard_size="40KB"
+    )
+    put({path.name: path.read_bytes() for path in (tmp_path / "saved").iterdir()})
+    assert main(["plan", NAME, "--max-memory", "cpu=1GiB"]) == 0
+    told = capsys.readouterr().out
+    assert "Verified" in told
+    assert "transformers LlamaForCausalLM" in told
 
 
 def test_a_dry_run_of_a_repository_imports_no_torch_and_a_folder_no_hub(

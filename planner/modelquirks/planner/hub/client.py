@@ -18,13 +18,14 @@ from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_st
 
 from modelquirks.planner.hub.failure import HubFailure
 
-__all__ = ["HTTP_ERROR", "Client", "Listed", "Piece", "Remote"]
+__all__ = ["COMMIT", "HTTP_ERROR", "Client", "Listed", "Piece", "Remote"]
 
 T = TypeVar("T")
 
 HTTP_ERROR: type[Exception] = HfHubHTTPError.__bases__[0]
 """The base of all errors of the HTTP library that huggingface_hub uses (httpx, or a successor)."""
 
+COMMIT = re.compile(r"[0-9a-f]{40}")
 _PASSING = (408, 429, 500, 502, 503, 504)
 _PAUSES = (0.5, 1.0, 2.0, 4.0)
 """Seconds before each further try."""
@@ -88,8 +89,12 @@ class Client:
                 timeout=constants.HF_HUB_DOWNLOAD_TIMEOUT,
             )
         )
-        names = tuple(file.rfilename for file in found.siblings or ())
-        return Listed(found.id, str(found.sha), names)
+        commit = str(found.sha)
+        if not COMMIT.fullmatch(commit):  # it becomes the name of a folder
+            raise HubFailure(
+                f"the hub gives {commit!r} as a commit; 40 hexadecimal digits were meant"
+            )
+        return Listed(found.id, commit, tuple(file.rfilename for file in found.siblings or ()))
 
     def commit(self, repository: str, revision: str, name: str) -> str | None:
         """Return the commit that *revision* is now, asked by the headers of the file *name*."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -11,7 +10,7 @@ from huggingface_hub.errors import OfflineModeIsEnabled
 
 from modelquirks.planner.finding import Finding, shown
 from modelquirks.planner.hub.address import Address
-from modelquirks.planner.hub.client import HTTP_ERROR, Client, Listed
+from modelquirks.planner.hub.client import COMMIT, HTTP_ERROR, Client, Listed
 from modelquirks.planner.hub.repository import Repository
 from modelquirks.planner.hub.store import (
     Ref,
@@ -24,7 +23,6 @@ from modelquirks.planner.hub.words import is_unreachable, words
 
 __all__ = ["Connected", "connect"]
 
-_COMMIT = re.compile(r"[0-9a-f]{40}")
 _MAIN = "main"
 
 
@@ -58,7 +56,7 @@ def connect(address: Address, client: Client, store: Store) -> Connected:
 
 def _now(repository: str, revision: str, client: Client, store: Store) -> Listed:
     """Return the files of the commit that *revision* is now; asks the hub unless it is one."""
-    if _COMMIT.fullmatch(revision):
+    if COMMIT.fullmatch(revision):
         ref = store.ref(repository, revision)
         if ref is not None and (known := store.listing(*ref)) is not None:
             return known
@@ -84,7 +82,7 @@ def _kept(repository: str, revision: str, store: Store) -> Listed | None:
     """Return what is cached of a revision: what was read of it, or what was downloaded."""
     if (known := _known(repository, revision, store)) is not None:
         return known
-    commit = revision if _COMMIT.fullmatch(revision) else cached_commit(repository, revision)
+    commit = revision if COMMIT.fullmatch(revision) else cached_commit(repository, revision)
     if commit is None:
         return None
     names = tuple(files_below(snapshot_folder(repository, commit)))

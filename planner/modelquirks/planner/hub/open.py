@@ -74,12 +74,10 @@ def _about_download(manifest: Manifest, repository: Repository) -> Iterator[Find
     """Say what executing would download: what is not in the cache yet."""
     lacking = [s for s in manifest.shards if s.size_bytes and not (manifest.root / s.name).exists()]
     if lacking:
-        from modelquirks.planner.placement.memory import show_bytes
-
-        size = show_bytes(sum(shard.size_bytes or 0 for shard in lacking))
+        n_bytes = sum(shard.size_bytes or 0 for shard in lacking)
         text = (
-            f"nothing but headers was fetched: executing downloads {size}, up to {len(lacking)} of "
-            f"{len(manifest.shards)} files, into the cache of huggingface_hub"
+            f"nothing but headers was fetched: executing downloads up to {len(lacking)} of "
+            f"{len(manifest.shards)} files, {n_bytes:,} bytes, into the cache of huggingface_hub"
         )
         yield Finding("hub-download", "info", text)
 

@@ -83,9 +83,9 @@ class RemoteFile:
                 elif begin < end:
                     wanted.append((begin, end))
             with ThreadPoolExecutor(AT_ONCE) as pool:
-                pieces = [*pool.map(lambda pair: self._fetch(*pair), wanted)]
-            for (begin, _), piece in zip(wanted, pieces, strict=True):
-                self.spans.add(begin, piece.content)
+                asked = [pool.submit(self._fetch, begin, end) for begin, end in wanted]
+            for (begin, _), answer in zip(wanted, asked, strict=True):
+                self.spans.add(begin, answer.result().content)
                 self.is_new = True
 
     def _is_gap(self, before: tuple[int, int], begin: int) -> bool:
