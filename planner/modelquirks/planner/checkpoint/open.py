@@ -94,7 +94,10 @@ def _opened(path: Path, registry: Callable[[], Registry] | None, options: OpenOp
     if found is not None:
         root = path if path.is_dir() else path.parent
         said = (*_about_plugins(problems), *_unheeded(options, found.chosen, found.format))
-        return replace(_manifest(root, path, content_of(found), *said), options=found.chosen)
+        return replace(
+            _manifest(root, path, content_of(found), *said),
+            options=replace(found.chosen, expect=None),
+        )
     manifest = _open_folder(path, problems) if path.is_dir() else _open_file(path)
     if not options:
         return manifest
@@ -107,6 +110,7 @@ def _unheeded(options: OpenOptions, chosen: OpenOptions, format: str) -> Iterato
     rest = OpenOptions(
         weights=None if chosen.weights else options.weights,
         tag=None if chosen.tag else options.tag,
+        expect=None if chosen.expect else options.expect,
     )
     if rest:
         text = (
