@@ -63,16 +63,16 @@ def maker() -> Any:
 
 def verdict(found: Mapping[str, torch.Tensor], truth: Mapping[str, torch.Tensor]) -> str:
     """Compare weights with those that were trained."""
+    both = {name: (found[name].to(value), value) for name, value in truth.items() if name in found}
+    unlike = [name for name, (got, value) in both.items() if not torch.equal(got, value)]
+    wrong = [n for n in unlike if not torch.equal(both[n][0].bfloat16(), both[n][1].bfloat16())]
     lacking = [name for name in truth if name not in found]
-    wrong = [
-        n for n, t in found.items() if n in truth and not torch.equal(t.to(truth[n]), truth[n])
-    ]
     faults = [
         f"{len(names)} of {len(truth)} {what}: {', '.join(names[:3])}"
         for what, names in (("wrong", wrong), ("lacking", lacking))
         if names
     ]
-    return "; ".join(faults) or "right"
+    return "; ".join(faults) or ("right, as rounded to bf16" if unlike else "right")
 
 
 def said(error: BaseException) -> str:
@@ -97,7 +97,10 @@ def ours(root: Path, truth: Mapping[str, torch.Tensor]) -> str:
             owner = owner.get_submodule(part)
         owner.register_buffer(leaf, torch.zeros_like(tensor))
     try:
-        plan = Dispatcher().plan(root, model=model, device_map=None)
+        pointers = (root / "latest", root / "latest_universal")
+        latest = next(pointer for pointer in pointers if pointer.is_file())
+        tag = latest.read_text().strip()  # said, as other weights may lie beside the states
+        plan = Dispatcher().plan(root, model=model, device_map=None, tag=tag)
         plan.execute(model)
     except Exception as error:
         return said(error)
@@ -189,51 +192,64 @@ def same(root: Path, ranks: int) -> Job:
     """Return the job that loads a checkpoint into a training like the one that saved it."""
     cases = maker().CASES
     source = root.name.removeprefix("universal_from_")
-    kind, config = cases.get(source) or cases[f"{source}_fp32"]
+    names = (source, f"{source}_fp32", f"{source}_zero1", f"zero2_{source}")
+    kind, config = next(cases[name] for name in names if name in cases)
     kind, config = config_for(kind, config, ranks)
     if source != root.name:
         config |= {"checkpoint": {"load_universal": True}}
     return Job(str(root), kind, config, ranks)
 
 
+_WAYS: tuple[dict[str, Any], ...] = (
+    {},
+    {"load_optimizer_states": False},
+    {"load_module_only": True},
+)
+_CHANGES = (
+    *(("zero2_fp32", "zero2_fp32", 1), ("zero3_fp32", "zero3_fp32", 1)),
+    *(("zero0_fp32", "zero0_fp32", 1), ("autotp2_zero1", "autotp2_zero1", 1)),
+    *(("autotp2_zero3", "autotp2_zero3", 1), ("moe_ep2_zero2", "moe_ep2_zero2", 1)),
+    *(("moe_ep2_zero0", "moe_ep2_zero0", 1), ("pipeline_pp2_zero1", "pipeline_pp1_dp2_zero1", 1)),
+    *(
+        ("universal_from_zero2", "zero2_fp32", 1),
+        ("universal_from_zero2", "universal zero2_fp32", 1),
+    ),
+    *(("zero3_fp32", "zero3_fp32", 2), ("zero2_fp32", "universal zero2_fp32", 2)),
+    *(("zero1_fp32", "zero2_fp32", 2), ("zero2_fp32", "zero3_fp32", 2)),
+    *(("zero3_fp32", "zero2_fp32", 2), ("zero2_fp32", "zero0_fp32", 2)),
+    *(("zero3_fp32", "zero0_fp32", 2), ("zero0_fp32", "zero2_fp32", 2)),
+    *(("zero0_fp32", "zero3_fp32", 2), ("zero2_fp32", "zero2_bf16", 2)),
+    *(("zero2_bf16", "zero2_fp32", 2), ("zero3_fp32", "zero3_bf16", 2)),
+    *(("zero3_bf16", "zero3_fp32", 2), ("zero0_fp32", "zero1_bf16", 2)),
+    *(("zero1_bf16", "zero2_bf16", 2), ("zero2_bf16", "zero1_bf16", 2)),
+    *(("pipeline_pp2_zero1", "pipeline_pp1_dp2_zero1", 2), ("autotp2_zero1", "tp1", 2)),
+    *(("universal_from_zero2", "universal zero3_fp32", 2),),
+    *(("universal_from_zero3", "universal zero2_fp32", 2),),
+    *(("universal_from_zero2", "universal zero2_bf16", 2),),
+    *(("zero2_param_align", "zero2_fp32", 2), ("zero2_fp32", "zero2_param_align", 2)),
+)
+"""Checkpoint, the training that loads it, and on how many ranks."""
+
+
 def changes(folder: Path) -> Iterator[Job]:
-    """Yield loads into trainings of another kind."""
+    """Yield loads into trainings of another kind, by each of the ways that DeepSpeed has."""
     cases = maker().CASES
-
-    def job(name: str, to: str, ranks: int = 2, **options: Any) -> Job:
-        case = cases[to]
+    for name, to, ranks in _CHANGES:
+        case = cases["autotp2_zero1"] if to == "tp1" else cases[to.removeprefix("universal ")]
         kind, config = config_for(case.kind, case.config, ranks)
-        extra = "".join(f", {key}={value}" for key, value in options.items())
-        told = f"{name} → {to} on {ranks}{extra}"
-        return Job(str(folder / name), kind, config, ranks, options, told)
-
-    weights, module = {"load_optimizer_states": False}, {"load_module_only": True}
-    for ways in ({}, weights, module):
-        yield job("zero2_fp32", "zero2_fp32", 1, **ways)
-        yield job("zero3_fp32", "zero3_fp32", 1, **ways)
-        yield job("zero0_fp32", "zero0_fp32", 1, **ways)
-        yield job("autotp2_zero1", "autotp2_zero1", 1, **ways)
-        yield job("pipeline_pp2_zero1", "pipeline_pp1_dp2_zero1", 1, **ways)
-        yield job("moe_ep2_zero2", "moe_ep2_zero2", 1, **ways)
-        yield job("moe_ep2_zero0", "moe_ep2_zero0", 1, **ways)
-    for ways in ({}, weights, module):
-        yield job("zero1_fp32", "zero2_fp32", **ways)
-        yield job("zero2_fp32", "zero3_fp32", **ways)
-        yield job("zero3_fp32", "zero2_fp32", **ways)
-        yield job("zero2_fp32", "zero0_fp32", **ways)
-        yield job("zero0_fp32", "zero2_fp32", **ways)
-        yield job("zero0_fp32", "zero3_fp32", **ways)
-        yield job("zero2_fp32", "zero2_bf16", **ways)
-        yield job("zero2_bf16", "zero2_fp32", **ways)
-        yield job("zero3_fp32", "zero3_bf16", **ways)
-        yield job("zero1_bf16", "zero2_bf16", **ways)
-        yield job("zero2_bf16", "zero1_bf16", **ways)
-        yield job("pipeline_pp2_zero1", "pipeline_pp1_dp2_zero1", **ways)
+        if to == "tp1":
+            del config["tensor_parallel"]
+        if to.startswith("universal "):
+            config |= {"checkpoint": {"load_universal": True}}
+        for options in _WAYS if (folder / name).is_dir() else ():
+            more = "".join(f", {key}={value}" for key, value in options.items())
+            told = f"{name} → {to} on {ranks}{more}"
+            yield Job(str(folder / name), kind, config, ranks, options, told)
 
 
 def main() -> None:
     """Print a table, as Markdown."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--checkpoints", type=Path, default=DATA)
     parser.add_argument("--only", nargs="*", default=[])
     parser.add_argument("--changes", action="store_true")

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TextIO
 
+from modelquirks.planner.checkpoint.openoptions import OpenOptions
 from modelquirks.planner.cli.terminal import Cell, Column, Styled, Terminal
 from modelquirks.planner.placement.memory import show_bytes
 from modelquirks.quirks.family import Family, show
@@ -60,6 +61,8 @@ def summary(checkpoint: Mapping[str, Any]) -> str:
     ]
     if checkpoint["total_bytes"] is not None:
         parts.append(show_bytes(checkpoint["total_bytes"]))
+    if chosen := OpenOptions(**checkpoint.get("chosen", {})).told():
+        parts.append(chosen)
     return ", ".join(parts)
 
 

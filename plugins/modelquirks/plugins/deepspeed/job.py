@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from modelquirks.plugins.deepspeed.saved import mapping
 
-__all__ = ["DTYPES", "Job", "job_of"]
+__all__ = ["DTYPES", "Job", "alignment_of", "job_of"]
 
 DTYPES = {
     **dict.fromkeys(("fp32", "float32", "f32", "float"), "fp32"),
@@ -34,6 +34,8 @@ class Job(NamedTuple):
     dtype: str | None = None
     universal: bool | None = None
     """Whether it is told to load a universal checkpoint."""
+    alignment: Any = None
+    """``parameter_alignment``: False, True or a number of bytes."""
 
 
 def job_of(expect: Mapping[str, Any]) -> tuple[Job, tuple[str, ...]]:
@@ -50,13 +52,10 @@ def job_of(expect: Mapping[str, Any]) -> tuple[Job, tuple[str, ...]]:
     if any(key in expect for key in _CONFIG) or "train_micro_batch_size_per_gpu" in expect:
         return _of_config(expect), ()
     faults = tuple(_faults(expect))
-    numbers = {key: _number(expect.get(key)) for key in _NUMBERS}
+    dp, tp, pp, ep = (_number(expect.get(key)) for key in _NUMBERS)
     stage = str(expect.get("zero_stage"))
-    return Job(
-        stage=stage if stage in _STAGES else None,
-        dtype=DTYPES.get(str(expect.get("dtype")).lower()),
-        **numbers,
-    ), faults
+    known = stage if stage in _STAGES else None
+    return Job(known, dp, tp, pp, ep, DTYPES.get(str(expect.get("dtype")).lower())), faults
 
 
 def _faults(expect: Mapping[str, Any]) -> Iterator[str]:
@@ -84,7 +83,14 @@ def _of_config(config: Mapping[str, Any]) -> Job:
         tp=_number(tp),
         dtype=_dtype(config),
         universal=universal if isinstance(universal, bool) else None,
+        alignment=alignment_of(config),
     )
+
+
+def alignment_of(config: Mapping[str, Any]) -> Any:
+    """Return ``parameter_alignment`` of a config; None if it is not known yet."""
+    value = mapping(config.get("zero_optimization")).get("parameter_alignment", False)
+    return None if value == "auto" else value
 
 
 def _dtype(config: Mapping[str, Any]) -> str | None:
