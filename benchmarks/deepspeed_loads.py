@@ -19,7 +19,7 @@ import io
 import json
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from importlib import import_module
@@ -147,10 +147,23 @@ def _report(number: int, text: str) -> None:
     sys.stdout.flush()
 
 
-def loaded(jobs: list[Job]) -> Iterator[str]:
-    """Yield what each load came to; all must be for one number of ranks."""
+def loaded(jobs: Iterable[Job]) -> list[str]:
+    """Return what each load came to. A process does one kind: AutoTP changes all after it."""
+    wanted = [*jobs]
+    found: dict[int, str] = {}
+    for key in dict.fromkeys(_process_of(job) for job in wanted):
+        numbers = [number for number, job in enumerate(wanted) if _process_of(job) == key]
+        found |= zip(numbers, _loaded_alike([wanted[number] for number in numbers]), strict=True)
+    return [found[number] for number in range(len(wanted))]
+
+
+def _process_of(job: Job) -> tuple[int, str]:
+    return job.ranks, job.kind.partition("-")[0]
+
+
+def _loaded_alike(jobs: list[Job]) -> Iterator[str]:
     made = maker()
-    total, ranks = len(jobs), jobs[0].ranks if jobs else 0
+    total, ranks = len(jobs), jobs[0].ranks
     while jobs:
         words = json.dumps([asdict(job) for job in jobs])
         _, output = made.launch(
@@ -249,7 +262,7 @@ def changes(folder: Path) -> Iterator[Job]:
 
 def main() -> None:
     """Print a table, as Markdown."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--checkpoints", type=Path, default=DATA)
     parser.add_argument("--only", nargs="*", default=[])
     parser.add_argument("--changes", action="store_true")
@@ -270,16 +283,13 @@ def main() -> None:
 def _changed(args: argparse.Namespace) -> list[list[str]]:
     rows = [["checkpoint → job", "engine.load_checkpoint"], ["---", "---"]]
     wanted = [job for job in changes(args.checkpoints) if not args.only or job.told in args.only]
-    for ranks in (1, 2):
-        jobs = [job for job in wanted if job.ranks == ranks]
-        rows += [[job.told, text] for job, text in zip(jobs, loaded(jobs), strict=True)]
-    return rows
+    return rows + [[job.told, text] for job, text in zip(wanted, loaded(wanted), strict=True)]
 
 
 def _compared(args: argparse.Namespace) -> list[list[str]]:
     roots = sorted(p.parent for p in args.checkpoints.glob("*/truth.safetensors"))
     roots = [root for root in roots if not args.only or root.name in args.only]
-    engine = [[*loaded([same(root, ranks) for root in roots])] for ranks in (2, 1)]
+    engine = [loaded(same(root, ranks) for root in roots) for ranks in (2, 1)]
     rows = [
         ["checkpoint", "ours", "zero_to_fp32.py", "engine on 2 ranks", "engine on 1"],
         ["---"] * 5,

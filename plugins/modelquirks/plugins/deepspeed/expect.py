@@ -25,8 +25,8 @@ _PARTITIONED = ("1", "2", "bf16")
 """Stages that load each other: DeepSpeed does not compare which of them it was."""
 _WEIGHTS_ONLY = "load the weights only (load_optimizer_states=False)"
 _EXPORT = (
-    "write the weights with `modelquirks export` (or plan and execute them) into the model before "
-    "deepspeed.initialize, which starts the optimizer anew"
+    "load the weights into the model before deepspeed.initialize (Dispatcher.plan, or `modelquirks "
+    "export` first), which starts the optimizer anew"
 )
 
 
