@@ -54,6 +54,8 @@ _USUAL = frozenset(
     )
 )
 """A folder with one of these holds plain weights, whatever else there is."""
+_FOR_PLUGINS = ("unknown", "gguf")
+"""Formats, by the name of a file, that a plugin may know."""
 _COUNT = re.compile(r"-of-0*([0-9]{1,6})\.")
 
 
@@ -131,7 +133,7 @@ def _by_plugin(
         names = sorted(os.listdir(path))
         if not options and not {*names}.isdisjoint(_USUAL):
             return None, ()
-    elif path.is_file() and path.suffix != ".json" and format_of(path.name) == "unknown":
+    elif path.is_file() and path.suffix != ".json" and format_of(path.name) in _FOR_PLUGINS:
         names = [path.name]
     else:
         return None, ()
@@ -225,6 +227,7 @@ def _stand_in(folder: Folder) -> tuple[Candidate, Index | None] | None:
 
 def _manifest(root: Path, path: Path, content: Content, *findings: Finding) -> Manifest:
     config, about_config = _read_config(root)
+    config = config or content.config
     found = [*content.findings, *findings, *about_config]
     if any(_is_adapter(shard.name) for shard in content.shards):
         text = "these are the weights of an adapter, to be put on top of a base model."
