@@ -6,9 +6,9 @@ For each checkpoint in DIR (those of the tests) that was saved on two ranks: pla
 us; put together by ``get_fp32_state_dict_from_zero_checkpoint``; loaded by
 ``engine.load_checkpoint`` in a training of the same kind, on two ranks and on one. "right" means
 that every weight equals, bit for bit, that of the training that saved it. With ``--changes`` the
-engine loads into trainings of other kinds instead, of which ``--expect`` warns. ``--json FILE``
-keeps the results. Needs DeepSpeed 0.19.8 (``DS_BUILD_OPS=0 pip install deepspeed``); about 20 s a
-checkpoint on two cores.
+engine loads into trainings of other kinds instead, of which ``--expect`` warns; with ``--damaged``
+checkpoints with one thing wrong are loaded. ``--json FILE`` keeps the results. Needs DeepSpeed
+0.19.8 (``DS_BUILD_OPS=0 pip install deepspeed``); about 20 s a checkpoint on two cores.
 """
 
 from __future__ import annotations
@@ -18,8 +18,10 @@ import contextlib
 import io
 import json
 import os
+import shutil
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from importlib import import_module
@@ -98,8 +100,8 @@ def ours(root: Path, truth: Mapping[str, torch.Tensor]) -> str:
         owner.register_buffer(leaf, torch.zeros_like(tensor))
     try:
         pointers = (root / "latest", root / "latest_universal")
-        latest = next(pointer for pointer in pointers if pointer.is_file())
-        tag = latest.read_text().strip()  # said, as other weights may lie beside the states
+        latest = [pointer.read_text().strip() for pointer in pointers if pointer.is_file()]
+        tag = latest[0] if latest else None  # said, as other weights may lie beside the states
         plan = Dispatcher().plan(root, model=model, device_map=None, tag=tag)
         plan.execute(model)
     except Exception as error:
@@ -203,11 +205,10 @@ def config_for(kind: str, config: Mapping[str, Any], ranks: int) -> tuple[str, d
 
 def same(root: Path, ranks: int) -> Job:
     """Return the job that loads a checkpoint into a training like the one that saved it."""
-    cases = maker().CASES
-    source = root.name.removeprefix("universal_from_")
-    names = (source, f"{source}_fp32", f"{source}_zero1", f"zero2_{source}")
-    kind, config = next(cases[name] for name in names if name in cases)
-    kind, config = config_for(kind, config, ranks)
+    made = maker()
+    source = made.UNIVERSAL.get(root.name, root.name)
+    case = made.CASES[source]
+    kind, config = config_for(case.kind, case.config, ranks)
     if source != root.name:
         config |= {"checkpoint": {"load_universal": True}}
     return Job(str(root), kind, config, ranks)
@@ -260,12 +261,80 @@ def changes(folder: Path) -> Iterator[Job]:
             yield Job(str(folder / name), kind, config, ranks, options, told)
 
 
+def damaged(folder: Path, out: Path) -> Iterator[tuple[str, Path]]:
+    """Yield copies of checkpoints of ZeRO 2 and 3, each with one thing wrong."""
+    for case in ("zero2_fp32", "zero3_fp32"):
+        for name, damage in _DAMAGES.items():
+            root = Path(shutil.copytree(folder / case, out / f"{case}-{name}"))
+            damage(root / (root / "latest").read_text().strip())
+            yield f"{case}, {name}", root
+
+
+def _optims(folder: Path) -> tuple[Path, Path]:
+    first, second = sorted(folder.glob("*_optim_states.pt"))
+    return first, second
+
+
+def _swap(folder: Path) -> None:
+    one, two = _optims(folder)
+    content = one.read_bytes()
+    one.write_bytes(two.read_bytes())
+    two.write_bytes(content)
+
+
+def _edit(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    for path in folder.glob("*_model_states.pt"):
+        state = torch.load(path, weights_only=True)
+        change(state)
+        torch.save(state, path)
+
+
+def _reorder(state: dict[str, Any]) -> None:
+    group = state["param_shapes"][1]
+    group["lin1.bias"] = group.pop("lin1.bias")
+
+
+def _resize(state: dict[str, Any]) -> None:
+    state["param_shapes"][0]["lin2.weight"] = torch.Size((2, 5))
+
+
+_DAMAGES: dict[str, Callable[[Path], object]] = {
+    "an optimizer's file copied over another": lambda f: shutil.copy(*_optims(f)),
+    "optimizer's files swapped": _swap,
+    "order of parameters changed": lambda f: _edit(f, _reorder),
+    "a parameter smaller": lambda f: _edit(f, _resize),
+    "a group fewer": lambda f: _edit(f, lambda state: state["param_shapes"].pop()),
+    "an optimizer's file too many": lambda f: shutil.copy(
+        _optims(f)[1], f / "zero_pp_rank_2_mp_rank_00_optim_states.pt"
+    ),
+    "files with and without bf16_": lambda f: [
+        shutil.copy(path, f / f"bf16_{path.name}") for path in _optims(f)
+    ],
+    "renamed folder": lambda f: [
+        f.rename(f.with_name("global_step500")),
+        (f.parent / "latest").write_text("global_step500"),
+    ],
+    "brackets in the tag": lambda f: [
+        f.rename(f.with_name("best [1]")),
+        (f.parent / "latest").write_text("best [1]"),
+    ],
+    "no latest": lambda f: (f.parent / "latest").unlink(),
+    "latest of nothing": lambda f: (f.parent / "latest").write_text("gone"),
+    "an optimizer's file cut off": lambda f: os.truncate(
+        _optims(f)[1], _optims(f)[1].stat().st_size - 300
+    ),
+    "last model file missing": lambda f: sorted(f.glob("*_model_states.pt"))[-1].unlink(),
+    "an optimizer's file missing": lambda f: _optims(f)[1].unlink(),
+}
+
+
 def main() -> None:
     """Print a table, as Markdown."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--checkpoints", type=Path, default=DATA)
     parser.add_argument("--only", nargs="*", default=[])
     parser.add_argument("--changes", action="store_true")
+    parser.add_argument("--damaged", action="store_true")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--child")
     args = parser.parse_args()
@@ -273,7 +342,7 @@ def main() -> None:
         child([Job(**one) for one in json.loads(args.child)])
         return
     os.environ["DS_ACCELERATOR"] = "cpu"
-    rows = _changed(args) if args.changes else _compared(args)
+    rows = _damaged(args) if args.damaged else _changed(args) if args.changes else _compared(args)
     if args.json:
         args.json.write_text(json.dumps(rows, indent=1, ensure_ascii=False))
     for row in rows:
@@ -284,6 +353,19 @@ def _changed(args: argparse.Namespace) -> list[list[str]]:
     rows = [["checkpoint → job", "engine.load_checkpoint"], ["---", "---"]]
     wanted = [job for job in changes(args.checkpoints) if not args.only or job.told in args.only]
     return rows + [[job.told, text] for job, text in zip(wanted, loaded(wanted), strict=True)]
+
+
+def _damaged(args: argparse.Namespace) -> list[list[str]]:
+    rows = [["damage", "ours", "zero_to_fp32.py", "engine on 2 ranks"], ["---"] * 4]
+    cases = maker().CASES
+    with tempfile.TemporaryDirectory() as out:
+        variants = [*damaged(args.checkpoints, Path(out))]
+        named = [(str(root), cases[root.name.partition("-")[0]]) for _, root in variants]
+        jobs = [Job(root, case.kind, case.config) for root, case in named]
+        for (told, root), text in zip(variants, loaded(jobs), strict=True):
+            truth = load_file(root / "truth.safetensors")
+            rows.append([told, ours(root, truth), theirs(root, truth), text])
+    return rows
 
 
 def _compared(args: argparse.Namespace) -> list[list[str]]:
