@@ -370,7 +370,13 @@ def _damaged(args: argparse.Namespace) -> list[list[str]]:
 
 def _compared(args: argparse.Namespace) -> list[list[str]]:
     roots = sorted(p.parent for p in args.checkpoints.glob("*/truth.safetensors"))
-    roots = [root for root in roots if not args.only or root.name in args.only]
+    made = maker()
+    roots = [
+        root
+        for root in roots
+        if made.CASES[made.UNIVERSAL.get(root.name, root.name)].ranks == 2
+        and (not args.only or root.name in args.only)
+    ]
     engine = [loaded(same(root, ranks) for root in roots) for ranks in (2, 1)]
     rows = [
         ["checkpoint", "ours", "zero_to_fp32.py", "engine on 2 ranks", "engine on 1"],
