@@ -14,11 +14,14 @@ from modelquirks.planner.checkpoint.openoptions import AS_USUAL, OpenOptions
 from modelquirks.planner.dtypes import nbytes
 from modelquirks.planner.finding import Finding
 from modelquirks.quirks.family import Family, grouped, numbered, raw_templates
-from modelquirks.quirks.recipe import Node, sources
+from modelquirks.quirks.recipe import Node, Source, sources
 
-__all__ = ["Format", "Manifest", "Shard", "StoredTensor", "shared_groups"]
+__all__ = ["MARK", "Format", "Manifest", "Shard", "StoredTensor", "shared_groups"]
 
 Format = Literal["safetensors", "torch", "flax", "gguf", "unknown"]
+
+MARK = "adapter:"
+"""Before the names of the tensors of an adapter that is planned together with its base."""
 
 
 class StoredTensor(NamedTuple):
@@ -26,7 +29,7 @@ class StoredTensor(NamedTuple):
 
     name: str
     shard: str
-    """File, relative to the checkpoint folder, with ``/``."""
+    """File, relative to the checkpoint folder, with ``/``; of an adapter the absolute path."""
     dtype: str | None = None
     """As safetensors spells it."""
     shape: tuple[int, ...] | None = None
@@ -119,10 +122,17 @@ class Manifest:
         So do those that are made of the same parts.
         """
         alike: dict[Node, list[str]] = {}
-        for name, node in self.assembled.items():
-            alike.setdefault(node, []).append(name)
+        stored: list[StoredTensor] = []
+        for name, tensor in self.tensors.items():
+            node = self.assembled.get(name)
+            if node is None:
+                stored.append(tensor)
+            elif isinstance(node, Source):  # a tensor that lies in one place, under another name
+                stored.append(self.places[node.name]._replace(name=name))
+            else:
+                alike.setdefault(node, []).append(name)
         made = (tuple(names) for names in alike.values() if len(names) > 1)
-        return (*shared_groups(self.tensors.values()), *made)
+        return (*shared_groups(stored), *made)
 
     @cached_property
     def has_headers(self) -> bool:

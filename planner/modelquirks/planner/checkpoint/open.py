@@ -230,8 +230,7 @@ def _manifest(root: Path, path: Path, content: Content, *findings: Finding) -> M
     config = config or content.config
     found = [*content.findings, *findings, *about_config]
     if any(_is_adapter(shard.name) for shard in content.shards):
-        text = "these are the weights of an adapter, to be put on top of a base model."
-        found.append(Finding("adapter", "info", text))
+        found.append(Finding("adapter", "info", _about_alone(root, path)))
     return Manifest(
         root=root,
         path=path,
@@ -333,6 +332,20 @@ def _part_of_several(path: Path) -> Iterator[Finding]:
 
 def _is_adapter(name: str) -> bool:
     return name.startswith("adapter_model.")
+
+
+def _about_alone(root: Path, path: Path) -> str:
+    """Return what an adapter without its base is, which base it is for, and how to plan it."""
+    data, _ = read_json(root / "adapter_config.json")
+    config: Mapping[str, Any] = data if isinstance(data, dict) else {}
+    method = str(config.get("peft_type") or "")
+    base = str(config.get("base_model_name_or_path") or "")
+    kind = f" ({method})" if method else ""
+    whose = f"its base, {base!r}" if base else "a base model, which it does not name"
+    return (
+        f"these are the weights of an adapter{kind}, to be put on top of {whose}: "
+        f"modelquirks plan {base or 'BASE'} --adapter {path} --merge"
+    )
 
 
 def _nothing_in(folder: Folder) -> str:

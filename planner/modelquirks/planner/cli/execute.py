@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
     import torch
 
+    from modelquirks.planner.adapter.adapter import Adapter
+
 __all__ = ["add_arguments", "load", "run"]
 
 
@@ -54,8 +56,17 @@ def run(args: argparse.Namespace) -> Exit:
         show_plan(Terminal(sys.stdout), plan, everything=args.all)
     manifest = open_manifest(plan.path, lambda: registry, plan.opening)
     with progress("Building the model without its weights"):
-        built = build(args.model or TRANSFORMERS, manifest, registry)
+        built = build(args.model or TRANSFORMERS, manifest, registry, adapter=_beside(plan))
     return load(plan, built.model, as_json=args.json, options=options)
+
+
+def _beside(plan: Plan) -> Adapter | None:
+    """Return the adapter that the model needs places for; None if there is none, or merged."""
+    if plan.adapter is None or plan.adapter.merged:
+        return None
+    from modelquirks.planner.adapter.adapter import open_adapter
+
+    return open_adapter(plan.adapter.path)
 
 
 def load(plan: Plan, model: torch.nn.Module, *, as_json: bool, options: Mapping[str, Any]) -> Exit:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from modelquirks.planner.checkpoint.openoptions import OpenOptions, Weights
@@ -15,8 +16,8 @@ if TYPE_CHECKING:
 __all__ = ["add_opening", "opening_options"]
 
 
-def add_opening(parser: argparse.ArgumentParser) -> None:
-    """Declare ``--weights`` and ``--tag``."""
+def add_opening(parser: argparse.ArgumentParser, *, compares: bool = False) -> None:
+    """Declare ``--weights`` and ``--tag``, of a command that *compares* also ``--expect``."""
     group = parser.add_argument_group("training checkpoints")
     group.add_argument(
         "--weights",
@@ -25,28 +26,29 @@ def add_opening(parser: argparse.ArgumentParser) -> None:
         "(default: the masters, where there are some)",
     )
     group.add_argument(
-        "--expect",
-        metavar="KEY=VALUE,...|FILE",
-        type=checked(_expected),
-        help="how a job is going to load it, as zero_stage=3,dp=8,tp=2,pp=1,ep=1,dtype=bf16,"
-        " or DeepSpeed's config: says what differs from how it was saved, and the way out",
-    )
-    group.add_argument(
         "--tag", metavar="NAME", help="which saved state (default: the one that 'latest' names)"
     )
+    if compares:
+        group.add_argument(
+            "--expect",
+            metavar="KEY=VALUE,...|FILE",
+            type=checked(_expected),
+            help="how a job is going to load it, as zero_stage=3,dp=8,tp=2,pp=1,ep=1,dtype=bf16,"
+            " or DeepSpeed's config: says what differs from how it was saved, and the way out",
+        )
 
 
 def opening_options(args: argparse.Namespace) -> OpenOptions:
     """Return the choice; CallError for what is none."""
     try:
-        return OpenOptions(args.weights, args.tag, args.expect)
+        return OpenOptions(args.weights, args.tag, getattr(args, "expect", None))
     except ValueError as error:
         raise CallError(f"--{error}") from error
 
 
 def _expected(text: str) -> Mapping[str, Any]:
     """Return what is expected: pairs, or the content of a JSON file."""
-    if "=" not in text:
+    if "=" not in text or Path(text).is_file():
         data = read_json_file(text, "not as zero_stage=3,dp=8, nor ")
         if not isinstance(data, dict) or not data:
             raise CallError(f"{text!r} holds no JSON object with settings")

@@ -9,9 +9,11 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from modelquirks.planner.adapter.adapter import open_adapter
+from modelquirks.planner.adapter.beside import beside
 from modelquirks.planner.checkpoint.fingerprint import changed, layout_digest
 from modelquirks.planner.checkpoint.manifest import Manifest
-from modelquirks.planner.checkpoint.open import open_manifest
+from modelquirks.planner.checkpoint.open import CheckpointError, open_manifest
 from modelquirks.planner.execution.execute import ExecutionReport, execute
 from modelquirks.planner.execution.loaditem import LoadItem
 from modelquirks.planner.execution.loadoptions import LoadOptions, Verify
@@ -198,7 +200,7 @@ def items_of(plan: Plan, skeleton: Skeleton, *, partial: bool = False) -> Iterat
 
 def unchanged(plan: Plan) -> Manifest:
     """Open the checkpoint of *plan*; PlanError if it is not as it was."""
-    manifest = open_manifest(plan.path, lambda: plan.registry or Registry.load(), plan.opening)
+    manifest = _opened(plan)
     told = [f.message for f in changed(manifest.root, plan.shards, same_place=not plan.moved)]
     known = {shard.name for shard in plan.shards}
     new = [shard.name for shard in manifest.shards if shard.name not in known]
@@ -209,6 +211,21 @@ def unchanged(plan: Plan) -> Manifest:
         listed = "\n- ".join(told)
         raise PlanError(f"the checkpoint is not the one the plan was made for:\n- {listed}")
     return manifest
+
+
+def _opened(plan: Plan) -> Manifest:
+    """Return the checkpoint of *plan* as it is now, with the adapter if there is one."""
+
+    def registry() -> Registry:
+        return plan.registry or Registry.load()
+
+    manifest = open_manifest(plan.path, registry, plan.opening)
+    if plan.adapter is None:
+        return manifest
+    try:
+        return beside(manifest, open_adapter(plan.adapter.path, registry).manifest)
+    except CheckpointError as error:
+        raise PlanError(f"the adapter of the plan is not there any more: {error}") from error
 
 
 def same_model(
