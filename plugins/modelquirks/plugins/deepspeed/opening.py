@@ -23,7 +23,9 @@ def open_state(root: Path, options: OpenOptions = AS_USUAL) -> Opened:
     states are there and none is named, an error lists them.
     """
     try:
-        structure = read_structure(root, tag=options.tag, weights=options.weights)
+        structure = read_structure(
+            root, tag=options.tag, weights=options.weights, expect=options.expect
+        )
     except CheckpointError as error:
         unknown = Finding("state-unknown", "error", str(error))
         return Opened("deepspeed", {}, {}, (), (unknown,), chosen=options)
@@ -42,5 +44,5 @@ def open_state(root: Path, options: OpenOptions = AS_USUAL) -> Opened:
         tensors={name: recipe(parameter) for name, parameter in found.items()},
         shards=tuple(shard_of(root, file) for file in sorted(files)),
         findings=structure.findings,
-        chosen=OpenOptions(structure.weights, below if prefix else options.tag),
+        chosen=OpenOptions(structure.weights, below if prefix else options.tag, options.expect),
     )
