@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from modelquirks.planner.checkpoint.fingerprint import layout_digest
 from modelquirks.planner.checkpoint.manifest import Manifest
 from modelquirks.planner.checkpoint.open import open_manifest
+from modelquirks.planner.checkpoint.openoptions import AS_USUAL, OpenOptions, Weights
 from modelquirks.planner.collector import collector_paused
 from modelquirks.planner.dtypes import from_torch
 from modelquirks.planner.finding import Finding, shown
@@ -85,6 +86,8 @@ class Dispatcher:
         reserve: Mapping[Any, Any] | None = None,
         pins: Sequence[str | tuple[str, Any]] = (),
         expert_frequencies: Mapping[str, Sequence[float]] | None = None,
+        weights: Weights | None = None,
+        tag: str | None = None,
     ) -> Plan:
         """Return the plan for loading *checkpoint* into *model*; headers are all that is read.
 
@@ -105,12 +108,14 @@ class Dispatcher:
         named in *quirks* apply even if they do not match, those in *no_quirks* never. Model
         tensors that fit a pattern of *allow_missing* may be missing. Below *min_coverage* (0 to
         1) the plan is not usable, nor where packed weights would have to become plain ones without
-        *dequantize*.
+        *dequantize*. Of a training checkpoint *weights* are its ``master`` copies in fp32 or those
+        in the dtype of ``training``, *tag* which of its saved states is meant; the plan keeps the
+        choice.
 
         Raises :class:`~modelquirks.planner.checkpoint.open.CheckpointError` if there is nothing to
         read, ValueError for options that mean nothing. Everything else is in the plan.
         """
-        manifest = self._manifest(checkpoint)
+        manifest = self._manifest(checkpoint, OpenOptions(weights, tag))
         skeleton = _skeleton(model)
         library = self._library(model, skeleton)
         config = _config(manifest, skeleton)
@@ -166,6 +171,7 @@ class Dispatcher:
             checkpoint=manifest.to_json(),
             shards=manifest.shards,
             layout=layout_digest(manifest.readable),
+            opening=manifest.options,
             model=None if skeleton is None else _model_facts(skeleton),
             quirks=(*_notes(resolution), *_library_note(resolution, library)),
             audit=audit,
@@ -204,10 +210,16 @@ class Dispatcher:
         built = self.registry.model(model_config(manifest), manifest.root)
         return None if built is None else built[0]
 
-    def _manifest(self, checkpoint: str | Path | Manifest) -> Manifest:
-        if isinstance(checkpoint, Manifest):
-            return checkpoint
-        return open_manifest(checkpoint, lambda: self.registry)
+    def _manifest(
+        self, checkpoint: str | Path | Manifest, options: OpenOptions = AS_USUAL
+    ) -> Manifest:
+        if not isinstance(checkpoint, Manifest):
+            return open_manifest(checkpoint, lambda: self.registry, options)
+        if options:
+            raise OptionError(
+                f"{options.told()}: the checkpoint is open already; give them to open_manifest"
+            )
+        return checkpoint
 
     def _library(
         self, model: torch.nn.Module | Skeleton | None, skeleton: Skeleton | None

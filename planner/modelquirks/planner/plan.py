@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from modelquirks.planner.checkpoint.manifest import Shard
+from modelquirks.planner.checkpoint.openoptions import AS_USUAL, OpenOptions
 from modelquirks.planner.finding import Finding, shown
 from modelquirks.planner.mapping.audit import Audit, Entry, Suggestion
 from modelquirks.planner.mapping.recipes import FamilyRecipe
@@ -87,6 +88,8 @@ class Plan:
     findings: tuple[Finding, ...] = ()
     """What was found beyond the checkpoint, the audit and the placement."""
     options: Options = field(default_factory=Options)
+    opening: OpenOptions = AS_USUAL
+    """Which state and weights of the checkpoint: execution opens the same."""
     moved: bool = False
     """The files lie elsewhere now, so their times say nothing."""
     registry: Registry | None = field(default=None, compare=False, repr=False)
@@ -172,6 +175,7 @@ class Plan:
             "placing": None if (inputs := self.placement.inputs) is None else inputs.to_json(),
             "placement_findings": [f.to_json() for f in self.placement.findings],
             "options": self.options._asdict(),
+            "opening": asdict(self.opening),
         }
         _write(Path(path), json.dumps(data, indent=1) + "\n")
 
@@ -252,6 +256,7 @@ _KINDS: tuple[tuple[str, Any], ...] = (
     ("compare", tuple[tuple[str, ...], ...]),
     ("all_findings", tuple[Finding, ...]),
     ("options", Options),
+    ("opening", OpenOptions),
 )
 """What execution goes by. A plan is a file that people edit."""
 
@@ -338,6 +343,7 @@ def _from_json(cls: type[Plan], data: Mapping[str, Any], moved: str | Path | Non
         compare=tuple(tuple(names) for names in stored["compare"]),
         findings=_findings(stored["findings"]),
         options=Options(**stored["options"]),
+        opening=OpenOptions(**stored.get("opening", {})),
         moved=moved is not None,
     )
 

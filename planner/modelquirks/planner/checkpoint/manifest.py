@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from itertools import compress
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from modelquirks.planner.checkpoint.lazy_tensors import LazyTensors, StoredType
+from modelquirks.planner.checkpoint.openoptions import AS_USUAL, OpenOptions
 from modelquirks.planner.dtypes import nbytes
 from modelquirks.planner.finding import Finding
 from modelquirks.quirks.family import Family, grouped, numbered, raw_templates
@@ -93,6 +94,8 @@ class Manifest:
     among ``tensors`` with dtype and shape, and without begin and end."""
     places: Mapping[str, StoredTensor] = field(default_factory=dict)
     """With ``assembled``: every byte range that may be read, by name."""
+    options: OpenOptions = AS_USUAL
+    """What was chosen of it, by somebody or by the format: opens just this again."""
 
     @cached_property
     def families(self) -> Mapping[str, Family]:
@@ -219,5 +222,6 @@ class Manifest:
             "families": len(self.families),
             "shards": len(self.shards),
             "total_bytes": self.total_bytes,
+            "chosen": asdict(self.options),
             "findings": [finding.to_json() for finding in self.findings],
         }

@@ -7,8 +7,9 @@ import json
 import sys
 from pathlib import Path
 
-from modelquirks.planner.cli.command import Exit
+from modelquirks.planner.cli.command import CallError, Exit
 from modelquirks.planner.cli.model import add_model
+from modelquirks.planner.cli.opening import add_opening, opening_options
 from modelquirks.planner.cli.placing import add_placing, checked
 from modelquirks.planner.cli.plan import add_naming, planned
 from modelquirks.planner.cli.plugins import add_no_plugin
@@ -39,6 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="write JSON instead of text")
     add_model(parser)
     add_no_plugin(parser)
+    add_opening(parser)
     add_placing(parser)
     add_naming(parser)
 
@@ -69,6 +71,10 @@ def _plan(args: argparse.Namespace) -> Plan:
     """Return the plan of a file that is one, else a new one; nothing is loaded."""
     path = Path(args.checkpoint)
     if path.is_file() and path.suffix == ".json" and _is_plan(path):
+        if options := opening_options(args):
+            raise CallError(
+                f"{args.checkpoint!r} is a plan, made without regard to {options.told()}"
+            )
         return Plan.load(path)
     args.dry_run = True
     return planned(args)

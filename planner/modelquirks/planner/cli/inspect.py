@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from modelquirks.planner.checkpoint.open import open_manifest
 from modelquirks.planner.cli.command import Exit
+from modelquirks.planner.cli.opening import add_opening, opening_options
 from modelquirks.planner.cli.report import SCHEMA, show_manifest, write_json
 from modelquirks.planner.cli.terminal import Terminal, note, progress
 
@@ -23,12 +24,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("checkpoint", metavar="CHECKPOINT", help="folder, weight file or index")
     parser.add_argument("--all", action="store_true", help="list every family and finding")
     parser.add_argument("--json", action="store_true", help="write JSON instead of tables")
+    add_opening(parser)
 
 
 def run(args: argparse.Namespace) -> Exit:
     """Read the headers and report them."""
     with progress("Reading headers"):
-        manifest = open_manifest(args.checkpoint)
+        manifest = open_manifest(args.checkpoint, options=opening_options(args))
     if args.json:
         write_json({"schema": SCHEMA, "checkpoint": manifest.to_json()}, sys.stdout)
     else:

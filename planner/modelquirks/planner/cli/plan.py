@@ -14,6 +14,7 @@ from modelquirks.planner.cli.inspect import note_unreadable
 from modelquirks.planner.cli.loading import add_loading, loading_options
 from modelquirks.planner.cli.model import TRANSFORMERS, Built, add_model, build
 from modelquirks.planner.cli.offload import add_offload, offload_options
+from modelquirks.planner.cli.opening import add_opening, opening_options
 from modelquirks.planner.cli.placing import add_placing, checked, placing_options
 from modelquirks.planner.cli.plugins import add_no_plugin, load_registry
 from modelquirks.planner.cli.report import write_json
@@ -43,6 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = add_placing(parser)
     add_offload(group)
     add_loading(parser)
+    add_opening(parser)
     add_naming(parser)
 
 
@@ -122,7 +124,7 @@ def planned(args: argparse.Namespace) -> Plan:
 def _planned(args: argparse.Namespace) -> tuple[Plan, Built | None]:
     registry = load_registry(args)
     with progress("Reading headers"):
-        manifest = open_manifest(args.checkpoint, lambda: registry)
+        manifest = open_manifest(args.checkpoint, lambda: registry, opening_options(args))
     built = _built(args, manifest, registry)
     with progress("Planning"):
         plan = Dispatcher(registry).plan(

@@ -198,7 +198,7 @@ def items_of(plan: Plan, skeleton: Skeleton, *, partial: bool = False) -> Iterat
 
 def unchanged(plan: Plan) -> Manifest:
     """Open the checkpoint of *plan*; PlanError if it is not as it was."""
-    manifest = open_manifest(plan.path, lambda: plan.registry or Registry.load())
+    manifest = open_manifest(plan.path, lambda: plan.registry or Registry.load(), plan.opening)
     told = [f.message for f in changed(manifest.root, plan.shards, same_place=not plan.moved)]
     known = {shard.name for shard in plan.shards}
     new = [shard.name for shard in manifest.shards if shard.name not in known]

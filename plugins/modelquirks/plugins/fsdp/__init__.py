@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from modelquirks.planner.checkpoint.opened import Opened
-from modelquirks.plugins.fsdp.opening import open_ranks
-from modelquirks.plugins.fsdp.series import series_in
 from modelquirks.quirks.hookspecs import hookimpl
+
+if TYPE_CHECKING:
+    from modelquirks.planner.checkpoint.opened import Opened
 
 __all__ = ["modelquirks_open"]
 
@@ -21,6 +22,9 @@ __all__ = ["modelquirks_open"]
 @hookimpl
 def modelquirks_open(path: Path, names: Sequence[str]) -> Opened | None:
     """Open a folder with a file of shares a rank."""
+    from modelquirks.plugins.fsdp.opening import open_ranks  # records need no planner
+    from modelquirks.plugins.fsdp.series import series_in
+
     if not path.is_dir():
         return None
     series = series_in(names)

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from modelquirks.planner.checkpoint.file_kind import look
-from modelquirks.planner.checkpoint.opened import Opened
-from modelquirks.plugins.gguf.opening import open_file, open_folder
 from modelquirks.plugins.gguf.records import RECORDS
 from modelquirks.plugins.gguf.schemes import schemes
 from modelquirks.quirks.hookspecs import hookimpl
 from modelquirks.quirks.recipe import Scheme
 from modelquirks.quirks.record import ModelQuirks
+
+if TYPE_CHECKING:
+    from modelquirks.planner.checkpoint.opened import Opened
 
 __all__ = ["RECORDS", "modelquirks_open", "modelquirks_records", "modelquirks_schemes"]
 
@@ -26,6 +27,9 @@ _OTHERS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".index.json")
 @hookimpl
 def modelquirks_open(path: Path, names: Sequence[str]) -> Opened | None:
     """Open a GGUF file of any name, or a folder that holds such files and no other weights."""
+    from modelquirks.planner.checkpoint.file_kind import look  # records need no planner
+    from modelquirks.plugins.gguf.opening import open_file, open_folder
+
     if not path.is_dir():
         return open_file(path) if look(path).kind == "gguf" else None
     files = [name for name in names if name.lower().endswith(".gguf")]

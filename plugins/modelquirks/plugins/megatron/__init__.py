@@ -13,12 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from modelquirks.planner.checkpoint.opened import Opened
-from modelquirks.plugins.megatron.dist import open_dist
-from modelquirks.plugins.megatron.files import located
-from modelquirks.plugins.megatron.opening import open_ranks
 from modelquirks.quirks.hookspecs import hookimpl
+
+if TYPE_CHECKING:
+    from modelquirks.planner.checkpoint.opened import Opened
 
 __all__ = ["modelquirks_open"]
 
@@ -26,6 +26,10 @@ __all__ = ["modelquirks_open"]
 @hookimpl
 def modelquirks_open(path: Path, names: Sequence[str]) -> Opened | None:
     """Open a folder of Megatron: with the tracker, of one iteration, or of torch_dist."""
+    from modelquirks.plugins.megatron.dist import open_dist  # records need no planner
+    from modelquirks.plugins.megatron.files import located
+    from modelquirks.plugins.megatron.opening import open_ranks
+
     if not path.is_dir():
         return None
     found = located(path, names)
