@@ -41,7 +41,9 @@ _WRAPPERS = (
 _OPTIMIZER = re.compile(
     r"(base_)?optimizers?(_states?)?(_dict)?\.|optim\.|state\.[^.]+\.(exp_avg|step)"
 )
-_OPTIMIZER_KEY = re.compile(r"(base_|model_)?(optimizers?|optim|opt)(_states?)?(_dict)?(_[a-z0-9])?")
+_OPTIMIZER_KEY = re.compile(
+    r"(base_|model_)?(optimizers?|optim|opt)(_states?)?(_dict)?(_[a-z0-9])?"
+)
 _MAX_KEYS = 1000
 _MAX_NODES = 3_000_000
 _MAX_DEPTH = 64
@@ -205,7 +207,8 @@ def _container_findings(shard: str, value: Any, keys: tuple[str, ...]) -> Iterat
     if not keys:
         return
     path = ".".join(keys)
-    others, copies = [], []
+    others: list[str] = []
+    copies: list[str] = []
     for key in (key for key in _holders(value) if key != keys[0]):
         alike = isinstance(key, str) and key in _WRAPPERS and not _is_optimizer(value[key], key)
         (copies if alike else others).append(str(key))

@@ -40,7 +40,7 @@ def open_layout(path: Path, names: Sequence[str]) -> Opened | None:
 
 
 def has_backend(folder: Path, names: Sequence[str]) -> bool:
-    """Tell whether Megatron's ``dist_checkpointing`` wrote the folder: ``metadata.json`` says so."""
+    """Tell whether Megatron's ``dist_checkpointing`` wrote the folder, as metadata.json says."""
     if _BACKEND not in names or _METADATA not in names:
         return False
     said, _ = read_json(folder / _BACKEND)

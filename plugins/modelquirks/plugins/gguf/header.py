@@ -10,6 +10,7 @@ from __future__ import annotations
 import mmap
 import struct
 from collections.abc import Iterator, Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -218,8 +219,10 @@ def _faults(
         twice = sorted({name for name in names if names.count(name) > 1})
         yield _error("duplicate-name", f"{shard!r} has tensors twice: {shown(twice)}.")
     ordered = sorted(tensors, key=lambda t: t.begin)
-    pairs = zip(ordered, ordered[1:], strict=False)
-    over = [f"{a.name} and {b.name}" for a, b in pairs if a.type and a.end > b.begin and b.end > b.begin]
+    pairs = pairwise(ordered)
+    over = [
+        f"{a.name} and {b.name}" for a, b in pairs if a.type and a.end > b.begin and b.end > b.begin
+    ]
     if over:
         yield _error("data-overlap", f"{shard!r} has tensors that overlap: {shown(over)}.")
 

@@ -14,7 +14,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from modelquirks.plugins.gguf.schemes import PLUS_ONE, scheme_name
 from modelquirks.plugins.gguf.types import PACKED
 from modelquirks.plugins.meta_llama import half_split
-
 from modelquirks.quirks.recipe import Cast, Concat, Source, Transpose, View
 from modelquirks.quirks.record import Alias, Convert, Expected, Match, ModelQuirks, Pack, Tie
 

@@ -68,10 +68,14 @@ def located(path: Path, names: Sequence[str], tag: str | None = None) -> Located
     if tag:
         text = f"{TRACKER!r} names {tag!r}, which is not there; {shown(iterations)} are."
         about = (Finding("tracker", "error", text),)
-        return _said(path, iterations[-1], about) if len(iterations) == 1 else Located("", (), False, about)
+        return (
+            _said(path, iterations[-1], about)
+            if len(iterations) == 1
+            else Located("", (), False, about)
+        )
     if len(iterations) == 1:
         return _of_name(path, iterations[0])
-    text = f"there are several iterations and no {TRACKER!r}: choose one by --tag: {shown(iterations)}."
+    text = f"there is no {TRACKER!r}: choose an iteration by --tag, of {shown(iterations)}."
     return Located("", (), False, (Finding("several-iterations", "error", text),))
 
 
