@@ -209,6 +209,23 @@ def test_tensor_and_pipeline_ranks_load_into_a_class_of_transformers() -> None:
 # --------------------------------------------------------------------------------- torch_dist
 
 
+def test_what_dist_checkpointing_wrote_loads_bit_for_bit(model_of: Make) -> None:
+    """Its first norms are those of TransformerEngine, inside of the linear layers."""
+    inside = {"self_attention.linear_qkv": "input_layernorm", "mlp.linear_fc1": "pre_mlp_layernorm"}
+    truth: dict[str, torch.Tensor] = {}
+    for name, tensor in truth_of("tp2_pp2").items():
+        for linear, norm in inside.items():
+            name = name.replace(f".{norm}.weight", f".{linear}.layer_norm_weight")
+        truth[name] = tensor
+
+    plan = planned(DATA / "dist", model_of(truth))
+
+    assert plan.ok, plan.problems
+    assert not plan.audit.unexpected
+    assert same(plan.execute(model_of(truth)), truth)
+    assert all(one["severity"] == "info" for one in plan.checkpoint["findings"])
+
+
 def test_layers_that_torch_dist_stacks_are_taken_apart(tmp_path: Path, model_of: Make) -> None:
     """The layout of ``dist_checkpointing``, written by torch's own half of it."""
     truth = {

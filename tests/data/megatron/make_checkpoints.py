@@ -136,6 +136,28 @@ def truth(rank: int, out: Path, name: str, port: int) -> None:
     os._exit(0)
 
 
+def save_dist(rank: int, out: Path) -> None:
+    """Save as torch_dist, which wants CUDA for two questions that a CPU can answer."""
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+
+    torch.cuda.synchronize = lambda *_: None
+    torch.cuda.current_device = lambda: "cpu"
+    sizes = {"tp": 1, "pp": 1, "ep": 1}
+    start(rank, 1, 29680, sizes)
+    model = model_of(DENSE, sizes, True)
+    fill(model)
+    folder = out / "dist" / "iter_0000010"
+    folder.mkdir(parents=True, exist_ok=True)
+    state = {
+        "model": model.sharded_state_dict(), "iteration": 10,
+        "args": argparse.Namespace(num_layers=4),
+    }
+    one_writer = TorchDistSaveShardedStrategy("torch_dist", 1, thread_count=1)
+    dist_checkpointing.save(state, str(folder), one_writer)
+    os._exit(0)
+
+
 if __name__ == "__main__":
     out = Path(sys.argv[1])
     for number, (name, (_, sizes, _)) in enumerate(CASES.items()):
@@ -144,3 +166,4 @@ if __name__ == "__main__":
         world = sizes["tp"] * sizes["pp"] * sizes["ep"]
         mp.spawn(save, (out, name, world, 29640 + number), nprocs=world)
         mp.spawn(truth, (out, name, 29660 + number), nprocs=1)
+    mp.spawn(save_dist, (out,), nprocs=1)
