@@ -1,4 +1,4 @@
-"""GGUF files that gguf's own writer wrote: against transformers' way of loading them, and damaged."""
+"""GGUF files by gguf's own writer: against transformers' way of loading them, and damaged."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 import struct
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -122,11 +123,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def model_of(architecture: str) -> Any:
-    from transformers import AutoConfig, AutoModelForCausalLM
-
+    library = import_module("transformers")
     kind, more = MODELS[architecture]
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{**SIZES, **more}))
+    config = library.AutoConfig.for_model(kind, **{**SIZES, **more})
+    model = library.AutoModelForCausalLM.from_config(config)
     for parameter in model.parameters():
         if parameter.dim() == 1:
             torch.nn.init.normal_(parameter)
@@ -188,17 +189,17 @@ def test_a_model_loads_bit_for_bit_as_transformers_loads_it(
     architecture: str, tmp_path: Path
 ) -> None:
     from accelerate import init_empty_weights
-    from transformers import AutoModelForCausalLM
 
+    make: Any = import_module("transformers").AutoModelForCausalLM
     model = model_of(architecture)
     path = write_model(tmp_path / "model.gguf", model, architecture)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        theirs = AutoModelForCausalLM.from_pretrained(
+        theirs = make.from_pretrained(
             tmp_path, gguf_file=path.name, config=model.config, dtype=torch.float32
         ).state_dict()
     with init_empty_weights(include_buffers=False):
-        empty = AutoModelForCausalLM.from_config(model.config)
+        empty = make.from_config(model.config)
 
     plan = Dispatcher(registry()).plan(path, model=empty, device_map=None, dequantize=True)
 
@@ -410,7 +411,7 @@ def test_a_plan_notices_that_the_file_has_changed(tmp_path: Path) -> None:
     model.lm_head = torch.nn.Linear(4, 3, bias=False)
     plan = Dispatcher(registry()).plan(path, model=model, device_map=None)
     assert plan.ok, plan.problems
-    assert torch.equal(plan.execute(model).lm_head.weight, torch.from_numpy(W))
+    assert torch.equal(plan.execute(model).state_dict()["lm_head.weight"], torch.from_numpy(W))
     simple(path, {"strange.weight": W})
 
     with pytest.raises(Exception, match=r"m\.gguf"):

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp_library
 from safetensors.torch import load_file
 from torch import nn
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from modelquirks.planner import Dispatcher, Plan, open_manifest
 from modelquirks.planner.checkpoint.manifest import Manifest
@@ -195,7 +195,8 @@ def test_tensor_and_pipeline_ranks_load_into_a_class_of_transformers() -> None:
     plan = planned(DATA / "tp2_pp2", model)
 
     assert plan.ok, plan.problems
-    layer = plan.execute(model).model.layers[3]
+    loaded: Any = plan.execute(model)
+    layer = loaded.model.layers[3]
     stored = "decoder.layers.3."
     groups = truth[f"{stored}self_attention.linear_qkv.weight"].view(2, 4, 2, 8)
     gate, up = truth[f"{stored}mlp.linear_fc1.weight"].chunk(2)
@@ -241,7 +242,7 @@ def test_layers_that_torch_dist_stacks_are_taken_apart(tmp_path: Path, model_of:
     }
     folder = tmp_path / "iter_0000010"
     with pytest.warns(UserWarning):  # that no process group is there
-        dcp_library.save(stacked, checkpoint_id=folder)
+        save(stacked, checkpoint_id=folder)
     backend = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
     (folder / "metadata.json").write_text(json.dumps(backend))
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("10")

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp_library
 from safetensors.torch import load_file
 from torch import nn
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from modelquirks.planner import Dispatcher, Plan, open_manifest
 from modelquirks.planner.checkpoint.manifest import Manifest
@@ -153,7 +153,7 @@ def test_a_folder_of_lightnings_fsdp_has_the_names_of_its_module(
     """What ``FSDPStrategy.save_checkpoint`` does, on one rank."""
     state = {f"model.{name}": tensor for name, tensor in NET.items()}
     with pytest.warns(UserWarning):  # that no process group is there
-        dcp_library.save({"model": state}, checkpoint_id=tmp_path)
+        save({"model": state}, checkpoint_id=tmp_path)
     torch.save({"pytorch-lightning_version": "2.6.6", "epoch": 1}, tmp_path / "meta.pt")
 
     plan = planned(tmp_path, model_of(NET))

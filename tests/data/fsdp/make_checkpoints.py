@@ -1,8 +1,8 @@
 # type: ignore  # of libraries that are not installed where this is checked
 """Writes the files of this folder: torch 2.13, two gloo ranks on the CPU, as accelerate 1.15 does.
 
-FSDP1 with each kind of state dict (accelerate's ``save_fsdp_model``: ``torch.save`` of
-``model.state_dict()``, by rank where it is not the full one), and FSDP2 by rank (``use_dcp=False``).
+FSDP1 with each kind of state dict (``save_fsdp_model`` of accelerate: ``torch.save`` of
+``model.state_dict()``, by rank where it is not the full one), FSDP2 by rank (``use_dcp=False``).
 """
 
 import os
@@ -53,14 +53,25 @@ def rank(number: int, out: Path) -> None:
                 print(name, type(error), str(error)[:300])
             continue
         (out / name).mkdir(exist_ok=True)
-        file = "pytorch_model_fsdp.bin" if name == "full" else f"pytorch_model_fsdp_rank{number}.bin"
+        file = (
+            "pytorch_model_fsdp.bin" if name == "full" else f"pytorch_model_fsdp_rank{number}.bin"
+        )
         if name == "sharded":
             file = f"pytorch_model_fsdp_0_rank{number}.bin"
         if name != "full" or number == 0:
             torch.save(state, out / name / file)
         if number == 0:
-            print(name, {k: (type(v).__name__, tuple(v.shape) if hasattr(v, "shape") else v.size()) for k, v in state.items()})
-    for name, mesh in (("fsdp2", init_device_mesh("cpu", (2,))), ("hsdp", init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard")))):
+            print(
+                name,
+                {
+                    k: (type(v).__name__, tuple(v.shape) if hasattr(v, "shape") else v.size())
+                    for k, v in state.items()
+                },
+            )
+    for name, mesh in (
+        ("fsdp2", init_device_mesh("cpu", (2,))),
+        ("hsdp", init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))),
+    ):
         model = net()
         fully_shard(model.lin1, mesh=mesh)
         fully_shard(model, mesh=mesh)

@@ -48,8 +48,12 @@ def main(out: Path) -> None:
     for name, kind in (("task", Task), ("two", Encoder)):
         task = kind(0.01, Path("somewhere"))
         trainer = pl.Trainer(
-            max_steps=2, accelerator="cpu", logger=False, enable_checkpointing=False,
-            enable_progress_bar=False, enable_model_summary=False,
+            max_steps=2,
+            accelerator="cpu",
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
         )
         trainer.fit(task, data)
         trainer.save_checkpoint(out / f"{name}.ckpt")

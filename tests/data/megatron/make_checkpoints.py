@@ -8,7 +8,6 @@ state dict of the same model on one rank.
 """
 
 import argparse
-
 import os
 import sys
 import zlib
@@ -18,17 +17,34 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-DENSE = dict(
-    num_layers=4, hidden_size=8, num_attention_heads=4, num_query_groups=2, ffn_hidden_size=12,
-    gated_linear_unit=True, add_bias_linear=False, add_qkv_bias=True, normalization="RMSNorm",
-    activation_func=torch.nn.functional.silu,
+DENSE = {
+    "num_layers": 4,
+    "hidden_size": 8,
+    "num_attention_heads": 4,
+    "num_query_groups": 2,
+    "ffn_hidden_size": 12,
+    "gated_linear_unit": True,
+    "add_bias_linear": False,
+    "add_qkv_bias": True,
+    "normalization": "RMSNorm",
+    "activation_func": torch.nn.functional.silu,
+}
+PLAIN = {
+    "num_layers": 2,
+    "hidden_size": 8,
+    "num_attention_heads": 4,
+    "ffn_hidden_size": 16,
+    "add_bias_linear": True,
+    "normalization": "LayerNorm",
+}
+MOE = dict(
+    **DENSE | {"num_layers": 2},
+    num_moe_experts=4,
+    moe_router_topk=2,
+    moe_grouped_gemm=False,
+    moe_token_dispatcher_type="allgather",
+    moe_ffn_hidden_size=12,
 )
-PLAIN = dict(
-    num_layers=2, hidden_size=8, num_attention_heads=4, ffn_hidden_size=16, add_bias_linear=True,
-    normalization="LayerNorm",
-)
-MOE = dict(**DENSE | {"num_layers": 2}, num_moe_experts=4, moe_router_topk=2, moe_grouped_gemm=False,
-    moe_token_dispatcher_type="allgather", moe_ffn_hidden_size=12)
 CASES = {
     "tp2_pp2": (DENSE, {"tp": 2, "pp": 2, "ep": 1}, True),
     "plain": (PLAIN, {"tp": 1, "pp": 1, "ep": 1}, False),
@@ -43,19 +59,27 @@ def model_of(settings: dict, sizes: dict, untied: bool):
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     config = TransformerConfig(
-        **settings, use_cpu_initialization=True, tensor_model_parallel_size=sizes["tp"],
-        pipeline_model_parallel_size=sizes["pp"], expert_model_parallel_size=sizes["ep"],
+        **settings,
+        use_cpu_initialization=True,
+        tensor_model_parallel_size=sizes["tp"],
+        pipeline_model_parallel_size=sizes["pp"],
+        expert_model_parallel_size=sizes["ep"],
         pipeline_dtype=torch.float32,
     )
     spec = get_gpt_layer_local_spec(
-        num_experts=settings.get("num_moe_experts"), moe_grouped_gemm=False,
+        num_experts=settings.get("num_moe_experts"),
+        moe_grouped_gemm=False,
         normalization=settings["normalization"],
     )
     return GPTModel(
-        config, spec, vocab_size=32, max_sequence_length=16,
+        config,
+        spec,
+        vocab_size=32,
+        max_sequence_length=16,
         position_embedding_type="rope" if untied else "learned_absolute",
         share_embeddings_and_output_weights=not untied,
-        pre_process=ps.is_pipeline_first_stage(), post_process=ps.is_pipeline_last_stage(),
+        pre_process=ps.is_pipeline_first_stage(),
+        post_process=ps.is_pipeline_last_stage(),
     )
 
 
@@ -65,7 +89,8 @@ def start(rank: int, world: int, port: int, sizes: dict) -> None:
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     dist.init_process_group("gloo", rank=rank, world_size=world)
     ps.initialize_model_parallel(
-        tensor_model_parallel_size=sizes["tp"], pipeline_model_parallel_size=sizes["pp"],
+        tensor_model_parallel_size=sizes["tp"],
+        pipeline_model_parallel_size=sizes["pp"],
         expert_model_parallel_size=sizes["ep"],
     )
 
@@ -77,13 +102,22 @@ def fill(model) -> None:
     found = []
     for value in model.sharded_state_dict().values():
         built = value.build() if isinstance(value, ShardedTensorFactory) else value
-        parts = built.values() if isinstance(built, dict) else built if isinstance(built, list) else [built]
+        parts = (
+            built.values()
+            if isinstance(built, dict)
+            else built
+            if isinstance(built, list)
+            else [built]
+        )
         found += [part for part in parts if isinstance(part, ShardedTensor)]
     for part in found:
         generator = torch.Generator().manual_seed(zlib.crc32(part.key.encode()))
         whole = torch.randn(part.global_shape, generator=generator)
-        bounds = zip(part.global_offset[part.prepend_axis_num:], part.local_shape)
-        where = (*part.global_offset[: part.prepend_axis_num], *(slice(o, o + n) for o, n in bounds))
+        bounds = zip(part.global_offset[part.prepend_axis_num :], part.local_shape, strict=True)
+        where = (
+            *part.global_offset[: part.prepend_axis_num],
+            *(slice(o, o + n) for o, n in bounds),
+        )
         part.data.data.copy_(whole[where])
 
 
@@ -100,16 +134,26 @@ def save(rank: int, out: Path, name: str, world: int, port: int) -> None:
     below = f"mp_rank_{tp:02d}" + (f"_{pp:03d}" if sizes["pp"] > 1 else "")
     below += f"_{ep:03d}" if sizes["ep"] > 1 else ""
     args = argparse.Namespace(
-        tensor_model_parallel_size=sizes["tp"], pipeline_model_parallel_size=sizes["pp"],
-        expert_model_parallel_size=sizes["ep"], swiglu=settings.get("gated_linear_unit", False),
-        num_layers=settings["num_layers"], hidden_size=8, num_attention_heads=4,
-        num_query_groups=settings.get("num_query_groups", 4), num_experts=settings.get("num_moe_experts"),
-        untie_embeddings_and_output_weights=untied, padded_vocab_size=32,
-        params_dtype=torch.float32, virtual_pipeline_model_parallel_size=None,
+        tensor_model_parallel_size=sizes["tp"],
+        pipeline_model_parallel_size=sizes["pp"],
+        expert_model_parallel_size=sizes["ep"],
+        swiglu=settings.get("gated_linear_unit", False),
+        num_layers=settings["num_layers"],
+        hidden_size=8,
+        num_attention_heads=4,
+        num_query_groups=settings.get("num_query_groups", 4),
+        num_experts=settings.get("num_moe_experts"),
+        untie_embeddings_and_output_weights=untied,
+        padded_vocab_size=32,
+        params_dtype=torch.float32,
+        virtual_pipeline_model_parallel_size=None,
     )
     state = {
-        "args": args, "checkpoint_version": 3.0, "iteration": 10,
-        "model": model.state_dict_for_save_checkpoint(), "num_floating_point_operations_so_far": 0,
+        "args": args,
+        "checkpoint_version": 3.0,
+        "iteration": 10,
+        "model": model.state_dict_for_save_checkpoint(),
+        "num_floating_point_operations_so_far": 0,
         "optimizer": {"state": {0: {"exp_avg": torch.zeros(4)}}, "param_groups": []},
         "rng_state": [{"torch_rng_state": torch.get_rng_state()}],
     }
@@ -150,7 +194,8 @@ def save_dist(rank: int, out: Path) -> None:
     folder = out / "dist" / "iter_0000010"
     folder.mkdir(parents=True, exist_ok=True)
     state = {
-        "model": model.sharded_state_dict(), "iteration": 10,
+        "model": model.sharded_state_dict(),
+        "iteration": 10,
         "args": argparse.Namespace(num_layers=4),
     }
     one_writer = TorchDistSaveShardedStrategy("torch_dist", 1, thread_count=1)
