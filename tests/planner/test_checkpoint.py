@@ -540,7 +540,7 @@ def test_an_adapter_is_told_as_one(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "format", "code"),
     [
-        ("model.gguf", b"GGUF\x03\0\0\0", "gguf", "gguf-unsupported"),
+        ("model.gguf", b"GGUF\x03\0\0\0", "gguf", "gguf-invalid"),
         ("odd.bin", b"GGUF\x03\0\0\0", "gguf", "gguf-unsupported"),
         ("flax_model.msgpack", b"\x81\xa5model", "flax", "flax-unsupported"),
         ("tf_model.h5", b"\x89HDF\r\n\x1a\n", "unknown", "wrong-format"),
@@ -769,7 +769,7 @@ REAL_FOLDERS = {
     "dcp-hf/hf_2": (7, []),
     "dcp-hf/hf_sharded": (7, []),
     "dcp-hf/hf_stale": (1, ["rival-weights", "total-size-absent"]),
-    "deepspeed-zero2/global_step3": (12, ["rank-missing", "can-load"]),
+    "deepspeed-zero2/global_step3": (12, ["rank-missing", "can-load", "not-loaded"]),
 }
 
 

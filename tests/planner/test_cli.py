@@ -186,6 +186,9 @@ def test_help_imports_neither_torch_nor_accelerate_nor_rich(home: Path, words: l
         ["inspect", "tiny", "--json"],
         ["plan", "tiny", "--dry-run"],
         ["plan", "tiny", "--dry-run", "--json", "--max-memory", "0=1GiB,cpu=1GiB,disk"],
+        ["inspect", "tiny", "--html", "tiny.html"],
+        ["plan", "tiny", "--dry-run", "--html", "tiny.html"],
+        ["diff", "tiny", "tiny", "--html", "tiny.html"],
         ["plugins", "list"],
     ],
 )
@@ -197,7 +200,8 @@ def test_what_needs_no_model_imports_no_torch(home: Path, words: list[str]) -> N
 
 
 @pytest.mark.parametrize(
-    "command", [(), ("inspect",), ("plan",), ("execute",), ("export",), ("plugins",)]
+    "command",
+    [(), ("inspect",), ("plan",), ("diff",), ("execute",), ("export",), ("plugins",)],
 )
 def test_every_command_has_help(home: Path, command: tuple[str, ...]) -> None:
     done = modelquirks(*command, "--help", cwd=home)

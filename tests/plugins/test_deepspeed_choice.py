@@ -232,3 +232,14 @@ def test_moments_of_universal_checkpoints_are_counted(tmp_path: Path) -> None:
         shutil.copy(path, path.with_name("exp_avg.pt"))
     assert "('exp_avg')" in said(opened(root), "not-loaded")[1]
     assert "complete" in said(opened(root), "not-loaded")[1]
+
+
+@pytest.mark.parametrize(("tag", "truth"), [("A", "truth_A"), ("B", "truth"), (None, "truth")])
+def test_each_of_two_states_gives_its_own_weights(tag: str | None, truth: str) -> None:
+    # engine.load_checkpoint of DeepSpeed 0.19.8 takes those of 'latest' for the tag that is given.
+    root = DATA / "zero3_two_tags"
+    model = Emb(torch.float32)
+    plan = Dispatcher(registry()).plan(root, model=model, tag=tag, device_map=None)
+    plan.execute(model)
+    stored = load_file(root / f"{truth}.safetensors")["emb.weight"]
+    assert torch.equal(model.emb.weight, stored)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from modelquirks.planner.checkpoint.file_kind import look
 from modelquirks.planner.checkpoint.fingerprint import digest_of
@@ -49,6 +50,8 @@ class Opened:
     chosen: OpenOptions = AS_USUAL
     """Which state and weights these are, as the options that would open just them again; None where
     the format has no such choice."""
+    config: Mapping[str, Any] = field(default_factory=dict)
+    """What the files say in the words of config.json, used where there is no such file."""
 
 
 def content_of(opened: Opened) -> Content:
@@ -73,6 +76,7 @@ def content_of(opened: Opened) -> Content:
         findings=(*opened.findings, *_about(faults)),
         container=opened.container,
         metadata=opened.metadata,
+        config=opened.config,
         assembled=assembled,
         places=opened.places,
     )

@@ -26,7 +26,7 @@ from modelquirks.planner.execution.reader import Region
 from modelquirks.planner.execution.rowmajor import row_major
 from modelquirks.planner.execution.upload import Upload
 from modelquirks.planner.placement.memory import Device
-from modelquirks.quirks.recipe import Cast, Dequantize, Reshape, Stack
+from modelquirks.quirks.recipe import Cast, Dequantize, Merge, Reshape, Stack
 
 __all__ = ["Loaded", "Piece", "Write", "in_order", "load", "pieces", "work_bytes"]
 
@@ -131,7 +131,7 @@ def work_bytes(item: LoadItem, tensors: Mapping[str, StoredTensor]) -> float:
     for node in item.nodes():
         if isinstance(node, Cast | Reshape):
             total += 8
-        elif isinstance(node, Dequantize):
+        elif isinstance(node, Dequantize | Merge):
             total += _UNPACKING
     return total
 
