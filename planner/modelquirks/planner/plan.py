@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from modelquirks.planner.adapter.joint import AdapterFacts
 from modelquirks.planner.checkpoint.manifest import Shard
 from modelquirks.planner.checkpoint.openoptions import AS_USUAL, OpenOptions
+from modelquirks.planner.checkpoint.origin import HubOrigin
 from modelquirks.planner.finding import Finding, shown
 from modelquirks.planner.mapping.audit import Audit, Entry, Suggestion
 from modelquirks.planner.mapping.recipes import FamilyRecipe
@@ -17,6 +20,7 @@ from modelquirks.planner.placement.memory import Device
 from modelquirks.planner.placement.placement import DeviceMemory, Inputs, Placement, Prediction
 from modelquirks.planner.placement.workload import Reserve
 from modelquirks.planner.typed import misfits
+from modelquirks.planner.writing import write_whole
 from modelquirks.quirks.recipe import RecipeError
 
 if TYPE_CHECKING:
@@ -91,6 +95,10 @@ class Plan:
     options: Options = field(default_factory=Options)
     opening: OpenOptions = AS_USUAL
     """Which state and weights of the checkpoint: execution opens the same."""
+    adapter: AdapterFacts | None = None
+    """The adapter that is loaded with it, merged or beside."""
+    origin: HubOrigin | None = None
+    """The commit on the hub whose files are fetched when the plan is executed."""
     moved: bool = False
     """The files lie elsewhere now, so their times say nothing."""
     registry: Registry | None = field(default=None, compare=False, repr=False)
@@ -153,6 +161,7 @@ class Plan:
             "placement": self.placement.to_json(),
             "findings": [f.to_json() for f in self.all_findings],
             "ok": self.ok,
+            **({} if self.adapter is None else {"adapter": self.adapter.to_json()}),
         }
 
     def save(self, path: str | Path) -> None:
@@ -163,6 +172,7 @@ class Plan:
             "path": str(self.path.resolve()),
             "shards": [_shard_json(shard) for shard in self.shards],
             "layout": self.layout,
+            **({} if self.origin is None else {"hub": self.origin.to_json()}),
             "recipes": [recipe.to_json() for recipe in self.recipes],
             "aliases": dict(self.aliases),
             "compare": [list(names) for names in self.compare],
@@ -177,8 +187,9 @@ class Plan:
             "placement_findings": [f.to_json() for f in self.placement.findings],
             "options": self.options._asdict(),
             "opening": asdict(self.opening),
+            "adapter": None if self.adapter is None else os.path.abspath(self.adapter.path),
         }
-        _write(Path(path), json.dumps(data, indent=1) + "\n")
+        write_whole(Path(path), json.dumps(data, indent=1) + "\n")
 
     @classmethod
     def load(cls, path: str | Path, *, checkpoint: str | Path | None = None) -> Plan:
@@ -289,19 +300,9 @@ _KINDS: tuple[tuple[str, Any], ...] = (
     ("all_findings", tuple[Finding, ...]),
     ("options", Options),
     ("opening", OpenOptions),
+    ("adapter", AdapterFacts | None),
 )
 """What execution goes by. A plan is a file that people edit."""
-
-
-def _write(target: Path, text: str) -> None:
-    """Write a file whole or not at all; an OSError names *target*."""
-    partial = target.with_name(target.name + ".part")
-    try:
-        partial.write_text(text, encoding="utf-8")
-        partial.replace(target)
-    except OSError as error:
-        partial.unlink(missing_ok=True)
-        raise type(error)(error.errno, error.strerror, str(target)) from error
 
 
 def _listed(title: str, lines: Sequence[str]) -> str:
@@ -376,8 +377,16 @@ def _from_json(cls: type[Plan], data: Mapping[str, Any], moved: str | Path | Non
         findings=_findings(stored["findings"]),
         options=Options(**stored["options"]),
         opening=OpenOptions(**stored.get("opening", {})),
+        adapter=_adapter(data.get("adapter"), stored.get("adapter")),
+        origin=HubOrigin.from_json(stored["hub"]) if "hub" in stored and moved is None else None,
         moved=moved is not None,
     )
+
+
+def _adapter(data: Mapping[str, Any] | None, path: str | None) -> AdapterFacts | None:
+    """Return the adapter of a plan file, by its absolute path."""
+    facts = AdapterFacts.from_json(data)
+    return facts if facts is None or path is None else facts._replace(path=path)
 
 
 def _placement(data: Mapping[str, Any], stored: Mapping[str, Any]) -> Placement:

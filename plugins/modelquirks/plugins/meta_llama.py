@@ -76,8 +76,7 @@ def _aliases(*tables: dict[str, str]) -> tuple[Alias, ...]:
 def _turned(source: Callable[[str], Node]) -> tuple[Convert, ...]:
     """Return the conversions of q and k to the order of transformers."""
     return tuple(
-        Convert(_ATTENTION[name], half_split(source(name), heads))
-        for name, heads in _HEADS.items()
+        Convert(_ATTENTION[name], half_split(source(name), heads)) for name, heads in _HEADS.items()
     )
 
 

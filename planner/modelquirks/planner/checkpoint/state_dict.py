@@ -41,7 +41,9 @@ _WRAPPERS = (
 _OPTIMIZER = re.compile(
     r"(base_)?optimizers?(_states?)?(_dict)?\.|optim\.|state\.[^.]+\.(exp_avg|step)"
 )
-_OPTIMIZER_KEY = re.compile(r"(base_|model_)?(optimizers?|optim|opt)(_states?)?(_dict)?(_[a-z0-9])?")
+_OPTIMIZER_KEY = re.compile(
+    r"(base_|model_)?(optimizers?|optim|opt)(_states?)?(_dict)?(_[a-z0-9])?"
+)
 _MAX_KEYS = 1000
 _MAX_NODES = 3_000_000
 _MAX_DEPTH = 64

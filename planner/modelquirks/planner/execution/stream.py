@@ -12,7 +12,7 @@ from typing import Literal, get_args
 import torch
 
 from modelquirks.planner.execution.evaluate import EvaluationError, node_type
-from modelquirks.planner.execution.loading import in_file_order, load
+from modelquirks.planner.execution.loading import in_order, load
 from modelquirks.planner.execution.loaditem import ExecutionError, LoadItem
 from modelquirks.planner.execution.loadoptions import LoadOptions
 from modelquirks.planner.execution.passing import PassingReader
@@ -67,10 +67,7 @@ class WeightStream:
         self._keeper = Reader(self._root, self._tensors)
         items = list(planned_items(plan, self._keeper, self._schemes))
         called = _called(items, None if names is None else list(names), ties)
-        ordered = in_file_order(
-            ((i, self._device) for i in items if i.name in called), self._tensors
-        )
-        self._items = [item for item, _ in ordered]
+        self._items = in_order((item for item in items if item.name in called), self._tensors)
         self._called = called
         self._check()
 

@@ -61,7 +61,9 @@ def open_ranks(root: Path, series: Series) -> Opened | None:
         return Opened("fsdp", {}, {}, shards, tuple(findings), container)
     pieces = _pieces(ranks)
     recipes, faults = _recipes(pieces)
-    whole = {n: r for rank in reversed(ranks) for n in rank.plain if (r := rank) and n not in pieces}
+    whole = {
+        n: r for rank in reversed(ranks) for n in rank.plain if (r := rank) and n not in pieces
+    }
     placed, about = _placed(pieces, whole)
     return Opened(
         format="fsdp",
@@ -116,7 +118,9 @@ def _with_records(
         return TensorRecord(storage, share.dtype, share.shape, dense_stride(share.shape), 0)
     if isinstance(value, dict) and depth < _MAX_DEPTH:
         return {
-            key: _with_records(item, shares, problems, f"{name}.{key}" if name else str(key), depth + 1)
+            key: _with_records(
+                item, shares, problems, f"{name}.{key}" if name else str(key), depth + 1
+            )
             for key, item in value.items()
         }
     return value
@@ -191,7 +195,9 @@ def _about_missing(ranks: list[_Rank], series: Series) -> Iterator[Finding]:
         yield Finding("shard-missing", "error", text)
     extra = [rank.file.name for rank in ranks if expected and rank.file.rank >= expected]
     if extra:
-        text = f"the tensors were saved by {expected} ranks, and these are of others: {shown(extra)}."
+        text = (
+            f"the tensors were saved by {expected} ranks, and these are of others: {shown(extra)}."
+        )
         yield Finding("extra-shards", "warning", text)
     names = {name for rank in ranks for name in rank.shares}
     torn = [n for n in sorted(names) if len({r.shares[n][:2] for r in ranks if n in r.shares}) > 1]

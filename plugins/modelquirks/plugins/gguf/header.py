@@ -219,7 +219,9 @@ def _faults(
         yield _error("duplicate-name", f"{shard!r} has tensors twice: {shown(twice)}.")
     ordered = sorted(tensors, key=lambda t: t.begin)
     pairs = zip(ordered, ordered[1:], strict=False)
-    over = [f"{a.name} and {b.name}" for a, b in pairs if a.type and a.end > b.begin and b.end > b.begin]
+    over = [
+        f"{a.name} and {b.name}" for a, b in pairs if a.type and a.end > b.begin and b.end > b.begin
+    ]
     if over:
         yield _error("data-overlap", f"{shard!r} has tensors that overlap: {shown(over)}.")
 

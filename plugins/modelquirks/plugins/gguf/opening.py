@@ -42,8 +42,14 @@ def open_folder(root: Path, names: Sequence[str]) -> Opened:
     text = f"the projector of images is a model of its own, and not read: {shown(aside)}."
     about = Finding("other-copies", "info", text)
     return Opened(
-        opened.format, opened.places, opened.tensors, opened.shards, (*opened.findings, about),
-        opened.container, opened.metadata, opened.config,
+        opened.format,
+        opened.places,
+        opened.tensors,
+        opened.shards,
+        (*opened.findings, about),
+        opened.container,
+        opened.metadata,
+        opened.config,
     )
 
 

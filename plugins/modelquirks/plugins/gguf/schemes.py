@@ -66,7 +66,9 @@ class Blocks(Scheme):
                 f"plain values of {self._type.name} are made by the package gguf, which is not "
                 "installed: pip install 'modelquirks[gguf]'"
             )
-        return TensorType("F32", (*shape[:-1], shape[-1] // self._type.nbytes * self._type.elements))
+        return TensorType(
+            "F32", (*shape[:-1], shape[-1] // self._type.nbytes * self._type.elements)
+        )
 
     def regions(
         self, region: Region, parts: Mapping[str, TensorType], settings: Settings

@@ -62,7 +62,11 @@ def located(path: Path, names: Sequence[str]) -> Located | None:
     if tag:
         text = f"{TRACKER!r} names {tag!r}, which is not there; {shown(iterations)} are."
         about = (Finding("tracker", "error", text),)
-        return _said(path, iterations[-1], about) if len(iterations) == 1 else Located("", (), False, about)
+        return (
+            _said(path, iterations[-1], about)
+            if len(iterations) == 1
+            else Located("", (), False, about)
+        )
     if len(iterations) == 1:
         return _of_name(path, iterations[0])
     text = f"there are several iterations and no {TRACKER!r}: give the folder of one of {shown(iterations)}."

@@ -191,7 +191,9 @@ def _about_grid(saved: _Saved, ranks: tuple[Rank, ...]) -> Iterator[Finding]:
         if position.tensor >= tensor or position.pipeline >= pipeline or position.expert >= expert
     ]
     if beyond:
-        text = f"these folders are of ranks that the run did not have, and not read: {shown(beyond)}."
+        text = (
+            f"these folders are of ranks that the run did not have, and not read: {shown(beyond)}."
+        )
         yield Finding("extra-shards", "warning", text)
     if not saved.args:
         text = (
