@@ -12,15 +12,17 @@ DOWNLOAD := $(BIN)/python -m pip download -qq --disable-pip-version-check --no-d
 # pyright's wheel holds pyright itself, so it need not ask the network for a newer one.
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
-.PHONY: help setup test demo lint check clean
+.PHONY: help setup test demo docs lint check browser clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make setup   make $(VENV) and install everything into it"
 	@echo "make demo    the main job on a tiny model: plan, refuse, load, verify"
 	@echo "make test    the test suite (PYTEST_ARGS='-k name' to choose)"
+	@echo "make docs    the documentation, to docs/_build/html; a warning is an error"
 	@echo "make lint    ruff, mypy and pyright"
 	@echo "make check   lint, then test"
+	@echo "make browser install Chromium, for tests that look at pages (Debian, as root)"
 	@echo "make clean   remove $(VENV) and caches"
 
 setup: $(STAMP)
@@ -48,6 +50,9 @@ test: $(STAMP)
 demo: $(STAMP)
 	$(BIN)/python examples/demo.py
 
+docs: $(STAMP)
+	$(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build/html
+
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -56,5 +61,9 @@ lint: $(STAMP)
 
 check: lint test
 
+browser:
+	@command -v chromium >/dev/null || { \
+	  apt-get -qq update && apt-get -qq install -y --no-install-recommends chromium; }
+
 clean:
-	rm -rf $(VENV) dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) dist docs/_build docs/reference/generated .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -124,6 +124,8 @@ def test_the_wheel_holds_the_namespace_and_nothing_else(wheel: zipfile.ZipFile) 
     typed = {Path("modelquirks", layer, "py.typed") for layer in LAYERS}
     assert packaged >= expected | typed
     assert {name for name in packaged if name.suffix == ".py"} == expected
+    pages = {Path("modelquirks/planner/report", name) for name in ("page.css", "page.js")}
+    assert packaged >= pages
 
 
 def test_the_wheel_announces_the_plugins(wheel: zipfile.ZipFile) -> None:

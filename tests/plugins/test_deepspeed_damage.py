@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from modelquirks.planner.checkpoint.open import CheckpointError
 from modelquirks.planner.finding import Finding
@@ -446,3 +447,22 @@ def test_a_universal_checkpoint_without_a_parameter_names_it(
     folder = copied("universal_from_zero3")
     shutil.rmtree(folder / "zero" / "lin2.bias")
     assert "'lin2.bias'" in said(read_structure(folder), "parameter-missing")
+
+
+def test_a_universal_checkpoint_of_round_robin_gradients_is_refused() -> None:
+    structure = read_structure(DATA / "universal_from_round_robin")
+    assert "wrong names" in said(structure, "round-robin-universal")
+    truth = load_file(DATA / "universal_from_round_robin" / "truth.safetensors")
+    stored = torch.load(structure.folder.path / "zero" / "emb.weight" / "fp32.pt")["param"]
+    assert not torch.equal(stored, truth["emb.weight"])  # as DeepSpeed 0.19.8 wrote it
+
+
+def test_the_checkpoint_it_was_made_from_is_right_and_says_why_it_was_doubted() -> None:
+    structure = read_structure(DATA / "zero2_round_robin")
+    texts = [f.message for f in structure.findings if f.code == "round-robin"]
+    assert len(texts) == 2 and "order of 'param_shapes' is taken" in texts[0]
+    assert errors(structure) == []
+
+
+def test_the_checkpoint_without_its_frozen_parameters_says_so() -> None:
+    assert MODEL in said(read_structure(DATA / "zero2_exclude_frozen"), "frozen-excluded")

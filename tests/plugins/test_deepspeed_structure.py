@@ -33,7 +33,11 @@ from modelquirks.plugins.deepspeed.structure import Structure, read_structure
 from modelquirks.quirks.recipe import Reshape, TensorType, sources
 
 DATA = Path(__file__).parents[1] / "data" / "deepspeed"
-CASES = sorted(path.name for path in DATA.iterdir() if path.is_dir())
+CASES = sorted(
+    path.parent.name
+    for path in DATA.glob("*/truth.json")
+    if path.parent.name != "universal_from_round_robin"  # has wrong values, and is refused
+)
 PLAIN = [case for case in CASES if not case.startswith("universal")]
 
 
@@ -106,16 +110,18 @@ def test_every_weight_is_the_trained_one_bit_for_bit(case: str) -> None:
     # What was trained is there in fp32 (ZeRO 0 in fp32 has no other), nothing is only a rounding.
     assert {p.dtype for p in best.values() if p.origin == "master"} <= {"F32"}
     assert not structure.lost_masters
-    assert [f for f in structure.findings if f.severity != "info"] == []
+    left_out = ["frozen-excluded"] if case == "zero2_exclude_frozen" else []
+    assert [f.code for f in structure.findings if f.severity != "info"] == left_out
 
 
 @pytest.mark.parametrize("case", PLAIN)
 def test_training_weights_come_from_the_model_files_alone(case: str) -> None:
     structure = read_structure(DATA / case)
     truth = load_file(DATA / case / "truth.safetensors")
-    if case.startswith("zero3"):
-        truth = {name: t for name, t in truth.items() if name in structure.training}
-        assert {*truth} == {"frozen.weight", "frozen.bias", "scale", "count"}
+    if structure.grid.stage == "3":
+        rest = set() if "autotp" in case else {"frozen.weight", "frozen.bias", "scale", "count"}
+        assert {*structure.training} == rest
+        truth = {name: t for name, t in truth.items() if name in rest}
     assert_equal(structure, structure.training, truth)
     files = {piece.shard for p in structure.training.values() for piece in p.pieces}
     assert not any("optim" in file for file in files)
@@ -135,6 +141,10 @@ def test_bf16_training_weights_are_rounded_masters() -> None:
         ("zero1_fp32", "1", (2, 1, 1)),
         ("zero2_bf16", "2", (2, 1, 1)),
         ("zero3_hpz", "3", (2, 1, 1)),
+        ("zero3_subgroups", "3", (2, 1, 1)),
+        ("zero1_elastic", "1", (2, 1, 1)),
+        ("pipeline_pp2_bf16_zero0", "bf16", (1, 2, 1)),
+        ("autotp2_zero3", "3", (1, 1, 2)),
         ("pipeline_pp2_zero1", "1", (1, 2, 1)),
         ("pipeline_pp1_dp2_zero1", "1", (2, 1, 1)),
         ("autotp2_zero1", "1", (1, 1, 2)),

@@ -12,6 +12,7 @@ from modelquirks.planner.adapter.joint import Joint
 from modelquirks.planner.checkpoint.fingerprint import layout_digest
 from modelquirks.planner.checkpoint.manifest import MARK, Manifest
 from modelquirks.planner.checkpoint.open import open_manifest
+from modelquirks.planner.checkpoint.openoptions import AS_USUAL, OpenOptions, Weights
 from modelquirks.planner.collector import collector_paused
 from modelquirks.planner.dtypes import from_torch
 from modelquirks.planner.finding import Finding, shown
@@ -40,6 +41,7 @@ from modelquirks.quirks.resolve import Facts, Resolution, resolve
 if TYPE_CHECKING:
     import torch
 
+    from modelquirks.planner.export.exportreport import ExportReport
     from modelquirks.quirks.library import LibraryRules
 
 __all__ = ["Dispatcher", "OptionError"]
@@ -87,6 +89,8 @@ class Dispatcher:
         reserve: Mapping[Any, Any] | None = None,
         pins: Sequence[str | tuple[str, Any]] = (),
         expert_frequencies: Mapping[str, Sequence[float]] | None = None,
+        weights: Weights | None = None,
+        tag: str | None = None,
         adapter: str | Path | Adapter | Sequence[str | Path] | None = None,
         merge_adapter: bool = False,
     ) -> Plan:
@@ -110,7 +114,9 @@ class Dispatcher:
         named in *quirks* apply even if they do not match, those in *no_quirks* never. Model
         tensors that fit a pattern of *allow_missing* may be missing. Below *min_coverage* (0 to
         1) the plan is not usable, nor where packed weights would have to become plain ones without
-        *dequantize*.
+        *dequantize*. Of a training checkpoint *weights* are its ``master`` copies in fp32 or those
+        in the dtype of ``training``, *tag* which of its saved states is meant; the plan keeps the
+        choice.
 
         *adapter* is the folder of a PEFT adapter to be planned together with its base, which is
         *checkpoint*: with *merge_adapter* its changes are part of the recipes of the weights, as
@@ -120,7 +126,7 @@ class Dispatcher:
         Raises :class:`~modelquirks.planner.checkpoint.open.CheckpointError` if there is nothing to
         read, ValueError for options that mean nothing. Everything else is in the plan.
         """
-        manifest = base = self._manifest(checkpoint)
+        manifest = base = self.manifest(checkpoint, OpenOptions(weights, tag))
         skeleton = _skeleton(model)
         of_adapter, of_base = _apart(aliases)
         renames = [_alias(alias) for alias in of_base]
@@ -185,6 +191,7 @@ class Dispatcher:
             checkpoint=base.to_json(),
             shards=manifest.shards,
             layout=layout_digest(manifest.readable),
+            opening=manifest.options,
             model=None if skeleton is None else _model_facts(skeleton),
             quirks=(*_notes(resolution), *_library_note(resolution, library)),
             audit=audit,
@@ -216,19 +223,49 @@ class Dispatcher:
             registry=self.registry,
         )
 
+    def export(
+        self,
+        checkpoint: str | Path | Manifest,
+        out: str | Path,
+        *,
+        weights: Weights | None = None,
+        tag: str | None = None,
+        **options: Any,
+    ) -> ExportReport:
+        """Write *checkpoint* to the folder *out* as sharded safetensors, and read it back.
+
+        Under the names that are stored, or with ``model=`` as the model wants it. *weights* and
+        *tag* are those of :meth:`plan`, the other arguments those of
+        :func:`modelquirks.planner.export.perform.export`, which says what is raised.
+        """
+        from modelquirks.planner.export.perform import export
+
+        chosen = OpenOptions(weights, tag)
+        return export(checkpoint, out, registry=self.registry, options=chosen, **options)
+
     def model(self, checkpoint: str | Path | Manifest) -> torch.nn.Module | None:
         """Return the model that the config.json of *checkpoint* describes, without weights.
 
         None if no plugin builds it; no code that comes with the checkpoint is run.
         """
-        manifest = self._manifest(checkpoint)
+        manifest = self.manifest(checkpoint)
         built = self.registry.model(model_config(manifest), manifest.root)
         return None if built is None else built[0]
 
-    def _manifest(self, checkpoint: str | Path | Manifest) -> Manifest:
-        if isinstance(checkpoint, Manifest):
-            return checkpoint
-        return open_manifest(checkpoint, lambda: self.registry)
+    def manifest(
+        self, checkpoint: str | Path | Manifest, options: OpenOptions = AS_USUAL
+    ) -> Manifest:
+        """Return what *checkpoint* holds; one that is open already is given back.
+
+        OptionError if something is to be chosen of one that is open.
+        """
+        if not isinstance(checkpoint, Manifest):
+            return open_manifest(checkpoint, lambda: self.registry, options)
+        if options:
+            raise OptionError(
+                f"{options.told()}: the checkpoint is open already; give them to open_manifest"
+            )
+        return checkpoint
 
     def _joint(
         self,

@@ -14,6 +14,7 @@ from modelquirks.planner.tell import tell
 if TYPE_CHECKING:
     import torch
 
+    from modelquirks.planner.checkpoint.openoptions import Weights
     from modelquirks.planner.execution.loadoptions import Verify
 
 __all__ = ["load_checkpoint_and_dispatch"]
@@ -44,6 +45,8 @@ def load_checkpoint_and_dispatch(
     copy: bool = False,
     load_memory: int | str | None = None,
     verify: Verify = "samples",
+    weights: Weights | None = None,
+    tag: str | None = None,
 ) -> torch.nn.Module:
     """Load *checkpoint* into *model* and dispatch it, with accelerate's arguments.
 
@@ -58,7 +61,7 @@ def load_checkpoint_and_dispatch(
     *copy*, *load_memory* and *verify* are those of ``Plan.load_into``.
     *broadcast_from_rank0* is refused. Packed weights become plain ones with *dequantize* only. A
     *dtype* holds with every device map, also with None. *expert_offload* and *expert_cache* are
-    those of ``Plan.execute``.
+    those of ``Plan.execute``, *weights* and *tag* those of ``Dispatcher.plan``.
     """
     del offload_folder, offload_state_dict, full_state_dict
     if isinstance(device_map, str) and device_map not in _POLICIES:
@@ -81,6 +84,8 @@ def load_checkpoint_and_dispatch(
         offload_buffers=offload_buffers,
         dequantize=dequantize,
         expert_offload=expert_offload,
+        weights=weights,
+        tag=tag,
     )
     unread = plan.audit.unexpected
     if strict and unread:

@@ -24,7 +24,7 @@ from modelquirks.quirks.recipe import (
 )
 from modelquirks.quirks.record import Alias, Convert, Expected, Match, ModelQuirks, Tie
 
-__all__ = ["RECORDS", "modelquirks_records"]
+__all__ = ["RECORDS", "half_split", "modelquirks_records"]
 
 _MODELS = "https://github.com/huggingface/transformers/blob/v4.57.0/src/transformers/models"
 _LAYER, _HF_LAYER = "layers.{layer}", "model.layers.{layer}"
@@ -61,10 +61,11 @@ _FREQUENCIES = "rope.freqs"
 _FREQUENCIES_WHY = "the frequencies of the rotary embedding follow from the config"
 
 
-def _half_split(rows: Node, heads: str) -> Node:
-    """Return *rows* with the even rows of each head before its odd ones."""
-    pairs = View(rows, (heads, -1, 2, "hidden_size"))
-    return View(Permute(pairs, (0, 2, 1, 3)), (-1, "hidden_size"))
+def half_split(rows: Node, heads: str, *, bias: bool = False) -> Node:
+    """Return *rows* (or a *bias*) with the even rows of each head before its odd ones."""
+    rest = () if bias else ("hidden_size",)
+    pairs = View(rows, (heads, -1, 2, *rest))
+    return View(Permute(pairs, (0, 2, 1, 3)[: 3 + len(rest)]), (-1, *rest))
 
 
 def _aliases(*tables: dict[str, str]) -> tuple[Alias, ...]:
@@ -75,8 +76,7 @@ def _aliases(*tables: dict[str, str]) -> tuple[Alias, ...]:
 def _turned(source: Callable[[str], Node]) -> tuple[Convert, ...]:
     """Return the conversions of q and k to the order of transformers."""
     return tuple(
-        Convert(_ATTENTION[name], _half_split(source(name), heads))
-        for name, heads in _HEADS.items()
+        Convert(_ATTENTION[name], half_split(source(name), heads)) for name, heads in _HEADS.items()
     )
 
 

@@ -66,7 +66,7 @@ def modelquirks_library(model: Any, names: Collection[str]) -> Any:
 
 
 @_hookspec
-def modelquirks_open(path: Path, names: Sequence[str]) -> Any:
+def modelquirks_open(path: Path, names: Sequence[str], options: Any) -> Any:
     """Return what the checkpoint *path* holds if it is of the plugin's own format, or None.
 
     For formats that are more than files of named weights: shards of a training run, say. The
@@ -74,11 +74,14 @@ def modelquirks_open(path: Path, names: Sequence[str]) -> Any:
     in files, and for each tensor of the model that was saved the recipe over them.
 
     *path* is a folder, or a file that is no weight file by its name; *names* are those of the files
-    and folders in the folder, sorted, and of a file its own. Called unless the folder has weights
-    under the usual names (an index, ``model.safetensors``…). Whether the format is the plugin's
-    must be told by names and a few bytes; then headers may be read, never weights. Must execute
-    nothing of what it reads and import no training framework. What is wrong with the checkpoint
-    is a finding in the result; raising means that the plugin is broken.
+    and folders in the folder, sorted, and of a file its own. *options* is the planner's
+    ``OpenOptions``: which of several states and weights somebody wants, all None for the usual
+    ones. An implementation may leave it out of its parameters; the ``chosen`` of the result says
+    what was heeded, and what was not is an error. Called unless the folder has weights under the
+    usual names (an index, ``model.safetensors``…) and there are no such wishes. Whether the format
+    is the plugin's must be told by names and a few bytes; then headers may be read, never weights.
+    Must execute nothing of what it reads and import no training framework. What is wrong with the
+    checkpoint is a finding in the result; raising means that the plugin is broken.
     """
 
 
@@ -117,6 +120,6 @@ class ModelPlugin(Protocol):
 class OpenPlugin(Protocol):
     """As :class:`RecordsPlugin`, for :func:`modelquirks_open`."""
 
-    def modelquirks_open(self, path: Path, names: Sequence[str]) -> Any:
+    def modelquirks_open(self, path: Path, names: Sequence[str], options: Any) -> Any:
         """See :func:`modelquirks_open`."""
         ...

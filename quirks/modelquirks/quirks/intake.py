@@ -25,7 +25,7 @@ __all__ = ["Given", "examine", "model_of"]
 
 _HOOKS = sorted(name for name in vars(hookspecs) if name.startswith(f"{GROUP}_"))
 _LIBRARY = ("record", "problems", "named", "conversions", "extra", "absent", "computed")
-_OPENED = ("format", "places", "tensors", "shards", "findings", "container", "metadata")
+_OPENED = ("format", "places", "tensors", "shards", "findings", "container", "metadata", "chosen")
 _SCHEME = ("name", "roles", "peeks", "settings", "infer", "peek", "regions", "evaluate")
 
 

@@ -234,20 +234,21 @@ class Registry:
             self._notice([f"{found[0][1]} and {others} have rules for one model: the first counts"])
         return found[0] if found else None
 
-    def opened(self, path: Path, names: Sequence[str]) -> tuple[Any, tuple[str, ...]]:
+    def opened(self, path: Path, names: Sequence[str], options: Any) -> tuple[Any, tuple[str, ...]]:
         """Return what a plugin finds in the checkpoint *path*, and what went wrong on the way.
 
-        The former is None if no plugin knows the format; *names* is what is in the folder. The
-        latter are sentences: plugins that failed, and that two have claimed it, of which the first
-        by name counts.
+        The former is None if no plugin knows the format; *names* is what is in the folder,
+        *options* what somebody wants of it, as the hook has them. The latter are sentences: plugins
+        that failed, and that two have claimed it, of which the first by name counts.
         """
         found: list[tuple[Any, Origin]] = []
         problems: list[str] = []
+        values = {"path": path, "names": names, "options": options}
         impls = self._manager.hook.modelquirks_open.get_hookimpls()
         for impl in sorted(impls, key=lambda impl: impl.plugin_name):
             origin = self._given[impl.plugin_name].origin
             try:
-                opened = opened_of(impl, origin, {"path": path, "names": names})
+                opened = opened_of(impl, origin, values)
             except PluginError as error:
                 if self._strict:
                     raise

@@ -15,6 +15,8 @@ from modelquirks.planner.finding import Finding
 
 __all__ = ["changed", "digest_of", "layout_digest"]
 
+_GGUF_BYTES = 1 << 24
+
 
 def layout_digest(tensors: Mapping[str, StoredTensor]) -> str:
     """Return a digest of where each tensor is read from.
@@ -64,7 +66,8 @@ def _differences(root: Path, shard: Shard, *, same_place: bool) -> Iterator[str]
 def digest_of(path: Path, kind: Kind) -> str | None:
     """Return the digest of the header of a file of that kind, None if it has none.
 
-    Of a pickle it is that of all its bytes, if they are not too many to be read as one.
+    Of a pickle it is that of all its bytes, if they are not too many to be read as one; of GGUF,
+    whose header is as long as its tokenizer, that of the first 16 MiB.
     """
     if kind in ("zip", "legacy"):
         from modelquirks.planner.checkpoint.torch_zip import (
@@ -75,6 +78,9 @@ def digest_of(path: Path, kind: Kind) -> str | None:
     try:
         if kind == "pickle" and path.stat().st_size <= MAX_BYTES:
             return hashlib.sha256(path.read_bytes()).hexdigest()
+        if kind == "gguf":
+            with path.open("rb") as file:
+                return hashlib.sha256(file.read(_GGUF_BYTES)).hexdigest()
         return header_digest(path)
     except OSError:
         return None

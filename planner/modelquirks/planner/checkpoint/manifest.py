@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from itertools import compress
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from modelquirks.planner.checkpoint.lazy_tensors import LazyTensors, StoredType
+from modelquirks.planner.checkpoint.openoptions import AS_USUAL, OpenOptions
 from modelquirks.planner.dtypes import nbytes
 from modelquirks.planner.finding import Finding
 from modelquirks.quirks.family import Family, grouped, numbered, raw_templates
-from modelquirks.quirks.recipe import Node, sources
+from modelquirks.quirks.recipe import Node, Source, sources
 
 __all__ = ["MARK", "Format", "Manifest", "Shard", "StoredTensor", "shared_groups"]
 
@@ -96,6 +97,8 @@ class Manifest:
     among ``tensors`` with dtype and shape, and without begin and end."""
     places: Mapping[str, StoredTensor] = field(default_factory=dict)
     """With ``assembled``: every byte range that may be read, by name."""
+    options: OpenOptions = AS_USUAL
+    """What was chosen of it, by somebody or by the format: opens just this again."""
 
     @cached_property
     def families(self) -> Mapping[str, Family]:
@@ -119,10 +122,17 @@ class Manifest:
         So do those that are made of the same parts.
         """
         alike: dict[Node, list[str]] = {}
-        for name, node in self.assembled.items():
-            alike.setdefault(node, []).append(name)
+        stored: list[StoredTensor] = []
+        for name, tensor in self.tensors.items():
+            node = self.assembled.get(name)
+            if node is None:
+                stored.append(tensor)
+            elif isinstance(node, Source):  # a tensor that lies in one place, under another name
+                stored.append(self.places[node.name]._replace(name=name))
+            else:
+                alike.setdefault(node, []).append(name)
         made = (tuple(names) for names in alike.values() if len(names) > 1)
-        return (*shared_groups(self.tensors.values()), *made)
+        return (*shared_groups(stored), *made)
 
     @cached_property
     def has_headers(self) -> bool:
@@ -222,5 +232,6 @@ class Manifest:
             "families": len(self.families),
             "shards": len(self.shards),
             "total_bytes": self.total_bytes,
+            "chosen": asdict(self.options),
             "findings": [finding.to_json() for finding in self.findings],
         }

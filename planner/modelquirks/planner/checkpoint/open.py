@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,7 @@ from modelquirks.planner.checkpoint.index import Index, format_of, read_index
 from modelquirks.planner.checkpoint.json_text import JsonProblem, read_json
 from modelquirks.planner.checkpoint.manifest import Manifest
 from modelquirks.planner.checkpoint.opened import Opened, content_of
+from modelquirks.planner.checkpoint.openoptions import AS_USUAL, OpenOptions
 from modelquirks.planner.checkpoint.params_json import config_of_params
 from modelquirks.planner.checkpoint.ranks import read_ranks
 from modelquirks.planner.checkpoint.shards import Content, beside, read_files, read_indexed
@@ -52,6 +54,8 @@ _USUAL = frozenset(
     )
 )
 """A folder with one of these holds plain weights, whatever else there is."""
+_FOR_PLUGINS = ("unknown", "gguf")
+"""Formats, by the name of a file, that a plugin may know."""
 _COUNT = re.compile(r"-of-0*([0-9]{1,6})\.")
 
 
@@ -59,11 +63,17 @@ class CheckpointError(ValueError):
     """The path is not there, or is no kind of checkpoint."""
 
 
-def open_manifest(path: str | Path, registry: Callable[[], Registry] | None = None) -> Manifest:
+def open_manifest(
+    path: str | Path,
+    registry: Callable[[], Registry] | None = None,
+    options: OpenOptions = AS_USUAL,
+) -> Manifest:
     """Return what the checkpoint *path* holds: a folder, a weight file or an index.
 
     Folders without weights under the usual names are shown to the plugins of *registry* (called
-    when it is needed; None: all installed ones), which may know their format.
+    when it is needed; None: all installed ones), which may know their format. *options* choose
+    among several states or kinds of weights; a choice that the format does not have is an error
+    among the findings.
 
     Reads headers only and executes nothing. In a folder, one checkpoint is chosen by a fixed order
     and what else is there is named in the findings; give the path of a file to choose it. Raises
@@ -75,28 +85,51 @@ def open_manifest(path: str | Path, registry: Callable[[], Registry] | None = No
     path = Path(path)
     with collector_paused():
         try:
-            found, problems = _by_plugin(path, registry)
-            if found is not None:
-                content = content_of(found)
-                root = path if path.is_dir() else path.parent
-                return _manifest(root, path, content, *_about_plugins(problems))
-            if path.is_dir():
-                return _open_folder(path, problems)
-            return _open_file(path)
+            return _opened(path, registry, options)
         except OSError as error:
             reason = error.strerror or error
             raise CheckpointError(f"{str(path)!r} cannot be read: {reason}") from error
 
 
+def _opened(path: Path, registry: Callable[[], Registry] | None, options: OpenOptions) -> Manifest:
+    found, problems = _by_plugin(path, registry, options)
+    if found is not None:
+        root = path if path.is_dir() else path.parent
+        said = (*_about_plugins(problems), *_unheeded(options, found.chosen, found.format))
+        return replace(_manifest(root, path, content_of(found), *said), options=found.chosen)
+    manifest = _open_folder(path, problems) if path.is_dir() else _open_file(path)
+    if not options:
+        return manifest
+    said = (*_unheeded(options, AS_USUAL, manifest.format), *manifest.findings)
+    return replace(manifest, findings=said)
+
+
+def _unheeded(options: OpenOptions, chosen: OpenOptions, format: str) -> Iterator[Finding]:
+    """Yield an error for what was asked for and is no choice in a checkpoint of this format."""
+    rest = OpenOptions(
+        weights=None if chosen.weights else options.weights,
+        tag=None if chosen.tag else options.tag,
+    )
+    if rest:
+        text = (
+            f"{rest.told()} asked for: a checkpoint of format {format!r} has no such choice. Leave "
+            "that out, or give the folder of a training checkpoint that has it."
+        )
+        yield Finding("no-choice", "error", text)
+
+
 def _by_plugin(
-    path: Path, registry: Callable[[], Registry] | None
+    path: Path, registry: Callable[[], Registry] | None, options: OpenOptions
 ) -> tuple[Opened | None, tuple[str, ...]]:
-    """Return what a plugin found that knows the format, or None, and what went wrong on the way."""
+    """Return what a plugin found that knows the format, or None, and what went wrong on the way.
+
+    Somebody who wants one of several states does not mean the plain weights beside them.
+    """
     if path.is_dir():
         names = sorted(os.listdir(path))
-        if not {*names}.isdisjoint(_USUAL):
+        if not options and not {*names}.isdisjoint(_USUAL):
             return None, ()
-    elif path.is_file() and path.suffix != ".json" and format_of(path.name) == "unknown":
+    elif path.is_file() and path.suffix != ".json" and format_of(path.name) in _FOR_PLUGINS:
         names = [path.name]
     else:
         return None, ()
@@ -104,7 +137,7 @@ def _by_plugin(
         from modelquirks.quirks.registry import Registry  # 0.4 s that most checkpoints do without
 
         registry = Registry.load
-    return registry().opened(path, names)
+    return registry().opened(path, names, options)
 
 
 def _about_plugins(problems: Iterable[str]) -> Iterator[Finding]:
@@ -190,6 +223,7 @@ def _stand_in(folder: Folder) -> tuple[Candidate, Index | None] | None:
 
 def _manifest(root: Path, path: Path, content: Content, *findings: Finding) -> Manifest:
     config, about_config = _read_config(root)
+    config = config or content.config
     found = [*content.findings, *findings, *about_config]
     if any(_is_adapter(shard.name) for shard in content.shards):
         found.append(Finding("adapter", "info", _about_alone(root, path)))
@@ -317,7 +351,7 @@ def _nothing_in(folder: Folder) -> str:
     if ".metadata" in folder.names or any(name.endswith(".distcp") for name in folder.names):
         hint = "; it looks like a torch distributed checkpoint, and no plugin in use reads those"
     elif "latest" in folder.names:
-        hint = "; it looks like a DeepSpeed checkpoint: give one of its '*model_states.pt' files"
+        hint = "; it looks like a DeepSpeed checkpoint, and no plugin in use reads those"
     elif folder.subfolders:
         hint = f"; there are weights in the folders below: {shown(folder.subfolders)}"
     return f"{str(folder.root)!r} holds no checkpoint: {found}, none of {_LOOKED_FOR}{hint}"

@@ -11,10 +11,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from modelquirks.planner.checkpoint.file_kind import look
 from modelquirks.planner.checkpoint.fingerprint import digest_of
 from modelquirks.planner.checkpoint.manifest import Shard, StoredTensor
+from modelquirks.planner.checkpoint.openoptions import AS_USUAL, OpenOptions
 from modelquirks.planner.checkpoint.shards import Content
 from modelquirks.planner.finding import Finding
 from modelquirks.quirks.nodetypes import infer
@@ -45,6 +47,11 @@ class Opened:
     container: str = ""
     """As in a :class:`~modelquirks.planner.checkpoint.manifest.Manifest`."""
     metadata: Mapping[str, str] = field(default_factory=dict)
+    chosen: OpenOptions = AS_USUAL
+    """Which state and weights these are, as the options that would open just them again; None where
+    the format has no such choice."""
+    config: Mapping[str, Any] = field(default_factory=dict)
+    """What the files say in the words of config.json, used where there is no such file."""
 
 
 def content_of(opened: Opened) -> Content:
@@ -69,6 +76,7 @@ def content_of(opened: Opened) -> Content:
         findings=(*opened.findings, *_about(faults)),
         container=opened.container,
         metadata=opened.metadata,
+        config=opened.config,
         assembled=assembled,
         places=opened.places,
     )

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import repeat
 from pathlib import Path
+from typing import Any
 
 from modelquirks.planner.checkpoint.compact_index import runs_of
 from modelquirks.planner.checkpoint.content_findings import about_content, about_size, merged
@@ -41,6 +42,8 @@ class Content:
     assembled: Mapping[str, Node] = field(default_factory=dict)
     """As in a :class:`~modelquirks.planner.checkpoint.manifest.Manifest`, like ``places``."""
     places: Mapping[str, StoredTensor] = field(default_factory=dict)
+    config: Mapping[str, Any] = field(default_factory=dict)
+    """What the files say in the words of config.json."""
 
 
 def read_files(root: Path, names: Sequence[str], *, follow_links: bool = False) -> Content:

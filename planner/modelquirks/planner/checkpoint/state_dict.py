@@ -2,8 +2,8 @@
 
 Such a file is often a dictionary of a training run with the weights under one of its keys. The
 choice is made by rule, never by guess, and said: a known key that holds tensors; else the only
-entry that holds any, if its own keys are dotted names as a state dict has them; else everything,
-nested names joined with dots.
+entry that holds any, if its own keys are dotted names as a state dict has them, or a known key;
+else everything, nested names joined with dots. States of optimizers are never weights.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from modelquirks.planner.checkpoint.pickle_machine import Opaque
 from modelquirks.planner.checkpoint.pickle_names import TENSOR_LIKE
+from modelquirks.planner.checkpoint.rank_share import is_share
 from modelquirks.planner.checkpoint.torch_pickle import TensorRecord
 from modelquirks.planner.finding import Finding, shown
 
@@ -23,6 +24,7 @@ __all__ = ["Weights", "find_weights"]
 _WRAPPERS = (
     "state_dict",
     "model_state_dict",
+    "model_state",
     "model",
     "module",
     "params",
@@ -38,6 +40,9 @@ _WRAPPERS = (
 )
 _OPTIMIZER = re.compile(
     r"(base_)?optimizers?(_states?)?(_dict)?\.|optim\.|state\.[^.]+\.(exp_avg|step)"
+)
+_OPTIMIZER_KEY = re.compile(
+    r"(base_|model_)?(optimizers?|optim|opt)(_states?)?(_dict)?(_[a-z0-9])?"
 )
 _MAX_KEYS = 1000
 _MAX_NODES = 3_000_000
@@ -65,14 +70,24 @@ def find_weights(shard: str, value: Any) -> Weights:
         text = f"{shard!r} holds {error}: it is not a checkpoint, or is meant to exhaust memory."
         return Weights({}, "", (Finding("pickle-invalid", "error", text),))
     tensors = {name: item for name, item in named if isinstance(item, TensorRecord)}
-    if tensors and all(_OPTIMIZER.match(name) for name in tensors):
+    if tensors and (_is_optimizer(inner) or all(map(_OPTIMIZER.match, tensors))):
         text = f"{shard!r} holds the state of an optimizer, not weights: {shown(tensors, 3)}."
         return Weights(tensors, "", (Finding("optimizer-state", "error", text),))
-    findings = [*_container_findings(shard, value, keys), *_left_out(shard, named)]
-    if isinstance(value, Opaque) and tensors:
+    beside: list[str] = []
+    if not keys and isinstance(value, dict):
+        beside = [str(key) for key in _holders(value) if _is_optimizer(value[key], key)]
+        named = [pair for pair in named if not pair[0].startswith(tuple(f"{k}." for k in beside))]
+        tensors = {name: item for name, item in named if isinstance(item, TensorRecord)}
+    findings = [
+        *_container_findings(shard, value, keys),
+        *_about_several(shard, inner, beside),
+        *_left_out(shard, named),
+    ]
+    if isinstance(inner, Opaque) and tensors:
+        where = f" under {'.'.join(keys)!r}" if keys else ""
         text = (
-            f"{shard!r} is a whole {value.kind}, saved with its class; its tensors are read, the "
-            "class is not imported. Save its state_dict() instead."
+            f"{shard!r} {'holds' if keys else 'is'} a whole {inner.kind}{where}, saved with its "
+            "class; its tensors are read, the class is not imported. Save its state_dict() instead."
         )
         findings.append(Finding("whole-module", "warning", text))
     return Weights(tensors, _container(value, keys), tuple(findings))
@@ -90,16 +105,37 @@ def _unwrapped(value: Any) -> tuple[Any, tuple[str, ...]]:
     """Return the part of *value* that holds the weights, and the keys that lead there."""
     keys: tuple[str, ...] = ()
     while isinstance(value, dict) and len(keys) < 4:
-        holders = _holders(value)
+        holders = [key for key in _holders(value) if not _is_optimizer(value[key], key)]
         single = [item for item in value.values() if isinstance(item, TensorRecord)]
-        if not holders or any(item.span > 1 for item in single):  # more than counters beside it
+        if not holders or any(map(_is_weight, single)):  # more than counters beside it
             break
-        known = [key for key in _WRAPPERS if key in holders]
-        if not known and not (len(holders) == 1 and _is_state_dict(value[holders[0]])):
+        key = next((key for key in _WRAPPERS if key in holders), None)
+        if key is None and len(holders) == 1 and _leads_on(value[holders[0]]):
+            key = holders[0]
+        if key is None:
             break
-        key = known[0] if known else holders[0]
         value, keys = value[key], (*keys, str(key))
     return value, keys
+
+
+def _is_weight(tensor: TensorRecord) -> bool:
+    """Tell whether a tensor beside the weights may be one: no counter, no state of a generator."""
+    return tensor.span > 1 and not (tensor.dtype == "U8" and len(tensor.shape) == 1)
+
+
+def _leads_on(value: Any) -> bool:
+    """Tell whether the weights are in *value*, whatever key it was under."""
+    if _is_state_dict(value):
+        return True
+    return isinstance(value, dict) and any(key in _WRAPPERS for key in _holders(value))
+
+
+def _is_optimizer(value: Any, key: Any = "") -> bool:
+    """Tell whether *value* is the state of an optimizer, by its form or by its *key*."""
+    if isinstance(key, str) and _OPTIMIZER_KEY.fullmatch(key):
+        return True
+    groups = value.get("param_groups") if isinstance(value, dict) else None
+    return isinstance(groups, list) and "state" in value
 
 
 def _holders(value: dict[Any, Any]) -> list[Any]:
@@ -171,16 +207,48 @@ def _container_findings(shard: str, value: Any, keys: tuple[str, ...]) -> Iterat
     if not keys:
         return
     path = ".".join(keys)
-    others = [str(key) for key in _holders(value) if key != keys[0]]
+    others, copies = [], []
+    for key in (key for key in _holders(value) if key != keys[0]):
+        alike = isinstance(key, str) and key in _WRAPPERS and not _is_optimizer(value[key], key)
+        (copies if alike else others).append(str(key))
     beside = f"; not taken, though they hold tensors too: {shown(others)}" if others else ""
     text = f"{shard!r} holds the weights under {path!r}, which is no part of their names{beside}."
     yield Finding("container", "info", text)
+    if copies:
+        text = (
+            f"{shard!r} has weights under {shown(copies)} too, an average or another model: those "
+            f"under {path!r} are taken. For the others, save that part as a file of its own."
+        )
+        yield Finding("several-weights", "warning", text)
+
+
+def _about_several(shard: str, inner: Any, optimizers: list[str]) -> Iterator[Finding]:
+    """Say what is beside each other where no key is known to hold the weights."""
+    if optimizers:
+        text = f"{shard!r}: the state of an optimizer is not loaded: {shown(optimizers)}."
+        yield Finding("not-loaded", "info", text)
+    held = _holders(inner) if isinstance(inner, dict) else []
+    parts = [str(key) for key in held if str(key) not in optimizers and _is_state_dict(inner[key])]
+    if len(parts) > 1:
+        text = (
+            f"{shard!r} holds several state dicts, and none under a key that is known: "
+            f"{shown(parts)}. All are taken, with the key as the first part of their names; for a "
+            f"model that is one of them say so by an alias ('{parts[0]}.**=**')."
+        )
+        yield Finding("several-weights", "warning", text)
 
 
 def _left_out(shard: str, named: list[tuple[str, Any]]) -> Iterator[Finding]:
     """Say what is under the names of weights and was not taken."""
-    alike = [name for name, item in named if isinstance(item, Opaque) and item.kind in TENSOR_LIKE]
-    if alike:
+    shares = [name for name, item in named if is_share(item)]
+    if shares:
+        text = (
+            f"{shard!r} holds one rank's share of {len(shares)} tensors, as FSDP writes them: "
+            f"{shown(shares)}. Give the folder with the files of all ranks."
+        )
+        yield Finding("tensor-sharded", "error", text)
+    likes = [name for name, item in named if isinstance(item, Opaque) and item.kind in TENSOR_LIKE]
+    if alike := [name for name in likes if name not in shares]:
         text = (
             f"{shard!r} holds tensors in a form that is not read (sparse, quantised, on no "
             f"device, numpy arrays, lazily conjugated): {shown(alike)}. Save them as plain tensors."
@@ -190,7 +258,7 @@ def _left_out(shard: str, named: list[tuple[str, Any]]) -> Iterator[Finding]:
         rest = [
             name
             for name, item in named
-            if not isinstance(item, TensorRecord) and name not in alike and not _is_empty(item)
+            if not isinstance(item, TensorRecord) and name not in likes and not _is_empty(item)
         ]
         if rest:
             text = f"{shard!r} holds values that are no tensors, left out: {shown(rest)}."

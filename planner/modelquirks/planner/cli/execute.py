@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> Exit:
     plan = replace(Plan.load(args.plan, checkpoint=args.checkpoint), registry=registry)
     if not args.json:
         show_plan(Terminal(sys.stdout), plan, everything=args.all)
-    manifest = open_manifest(plan.path, lambda: registry)
+    manifest = open_manifest(plan.path, lambda: registry, plan.opening)
     with progress("Building the model without its weights"):
         built = build(args.model or TRANSFORMERS, manifest, registry, adapter=_beside(plan))
     return load(plan, built.model, as_json=args.json, options=options)

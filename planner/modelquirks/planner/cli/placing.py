@@ -17,7 +17,7 @@ from modelquirks.planner.placement.solve import POLICIES
 from modelquirks.planner.placement.wishes import parse_pin
 from modelquirks.planner.placement.workload import Workload
 
-__all__ = ["add_placing", "checked", "memory_option", "placing_options"]
+__all__ = ["add_dtype", "add_placing", "checked", "memory_option", "placing_options"]
 
 
 def add_placing(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
@@ -59,15 +59,18 @@ def add_placing(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
         help="keep so much free on a device, for example 0=2GiB",
     )
     _add_workload(group)
-    group.add_argument(
-        "--dtype", type=checked(_dtype), help="of floating-point weights; 'auto': as stored"
-    )
+    add_dtype(group, "of floating-point weights; 'auto': as stored")
+    return group
+
+
+def add_dtype(group: argparse.ArgumentParser | argparse._ArgumentGroup, text: str) -> None:
+    """Declare ``--dtype``, with *text* as its help, and ``--dequantize``."""
+    group.add_argument("--dtype", type=checked(_dtype), help=text)
     group.add_argument(
         "--dequantize",
         action="store_true",
         help="make plain weights of packed ones, where the model's modules want those",
     )
-    return group
 
 
 def _add_workload(group: argparse._ArgumentGroup) -> None:

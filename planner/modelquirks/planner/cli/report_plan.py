@@ -6,18 +6,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from modelquirks.planner.cli.report import (
-    STYLES,
-    counted,
-    say_left_out,
-    show_findings,
-    summary,
-)
+from modelquirks.planner.cli.report import STYLES, say_left_out, show_findings
 from modelquirks.planner.cli.terminal import Cell, Column, Styled, Terminal
-from modelquirks.planner.placement.counts import EXACT
-from modelquirks.planner.placement.machine import ASSUMED
 from modelquirks.planner.placement.memory import Device, show_bytes
-from modelquirks.planner.placement.placement import Prediction
+from modelquirks.planner.placement.outlook import predicted
+from modelquirks.planner.wording import compact_names, counted, show_seconds, summary
 
 if TYPE_CHECKING:
     from modelquirks.planner.adapter.joint import AdapterFacts
@@ -26,7 +19,7 @@ if TYPE_CHECKING:
     from modelquirks.planner.placement.placement import Placement
     from modelquirks.planner.plan import Plan
 
-__all__ = ["compact_names", "predicted", "show_loaded", "show_plan", "show_seconds", "show_verdict"]
+__all__ = ["show_loaded", "show_plan", "show_verdict"]
 
 _SHOWN_NAMES = 20
 _SHOWN_ENTRIES = 100
@@ -233,37 +226,6 @@ def _show_placement(out: Terminal, placement: Placement) -> None:
         out.say(predicted(placement.prediction))
 
 
-def show_seconds(seconds: float) -> str:
-    """Return a time as people read it.
-
-    >>> show_seconds(0.0123), show_seconds(2.5), show_seconds(1e-7)
-    ('12.3 ms', '2.5 s', 'under 0.01 ms')
-    """
-    if seconds >= 1:
-        return f"{seconds:.3g} s"
-    return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-5 else "under 0.01 ms"
-
-
-def predicted(prediction: Prediction) -> str:
-    """Return what a step takes, and how far that is from the best, in one sentence.
-
-    >>> predicted(Prediction(0.02, 0.02, "latency", 1, "24gb+64gb"))
-    'Predicted: 20 ms a token by the rates of 24gb+64gb; no placement takes less.'
-    """
-    seconds, bound, objective, batch, machine = prediction
-    what = "to the first token" if objective == "startup" else "a token"
-    if batch > 1:
-        rate = prediction.tokens_per_second
-        what = f"a step of {batch} sequences ({rate:.3g} tokens a second)"
-    whose = "assumed rates" if machine == ASSUMED else f"the rates of {machine}"
-    text = f"Predicted: {show_seconds(seconds)} {what} by {whose}"
-    if bound is None or prediction.gap is None:
-        return f"{text}."
-    if prediction.gap <= EXACT:
-        return f"{text}; no placement takes less."
-    return f"{text}; the best there is takes at most {prediction.gap:.1%} less."
-
-
 def _share(used: int, capacity: int | None) -> str:
     return "" if not capacity else f"{used / capacity:.0%}"
 
@@ -273,28 +235,3 @@ def _by_device(device_map: Mapping[str, Device]) -> Mapping[Device, list[str]]:
     for name, device in device_map.items():
         by_device.setdefault(device, []).append(name)
     return by_device
-
-
-def compact_names(names: Sequence[str]) -> list[str]:
-    """Return module names with neighbours of one list as a range; the root is ``(all)``.
-
-    >>> compact_names(["embed", "layers.0", "layers.1", "layers.2", "layers.10", ""])
-    ['embed', 'layers.0-2', 'layers.10', '(all)']
-    """
-    runs: list[tuple[str, int | None, int | None]] = []
-    for name in names:
-        head, _, last = name.rpartition(".")
-        if not last.isdecimal():
-            runs.append((name, None, None))
-        elif runs and runs[-1][0] == head and runs[-1][2] == int(last) - 1:
-            runs[-1] = (head, runs[-1][1], int(last))
-        else:
-            runs.append((head, int(last), int(last)))
-    return [_run(*run) for run in runs]
-
-
-def _run(head: str, first: int | None, last: int | None) -> str:
-    if first is None:
-        return head or "(all)"
-    prefix = f"{head}." if head else ""
-    return f"{prefix}{first}" if first == last else f"{prefix}{first}-{last}"

@@ -219,7 +219,7 @@ def _opened(plan: Plan) -> Manifest:
     def registry() -> Registry:
         return plan.registry or Registry.load()
 
-    manifest = open_manifest(plan.path, registry)
+    manifest = open_manifest(plan.path, registry, plan.opening)
     if plan.adapter is None:
         return manifest
     try:

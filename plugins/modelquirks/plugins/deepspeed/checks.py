@@ -6,17 +6,18 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from modelquirks.planner.finding import Finding, shown
 from modelquirks.plugins.deepspeed.assemble import Assembly
 from modelquirks.plugins.deepspeed.grid import Grid
-from modelquirks.plugins.deepspeed.loads import can_load, listed
+from modelquirks.plugins.deepspeed.loads import listed
 from modelquirks.plugins.deepspeed.order import check_order
 from modelquirks.plugins.deepspeed.sizes import check_sizes
 from modelquirks.plugins.deepspeed.states import ModelState, OptimState
 
-__all__ = ["check"]
+__all__ = ["check", "eased"]
 
 _State = TypeVar("_State", ModelState, OptimState, ModelState | OptimState)
 
@@ -24,7 +25,7 @@ _State = TypeVar("_State", ModelState, OptimState, ModelState | OptimState)
 def check(
     grid: Grid, *, tag: str, masters: Assembly, training: Assembly, universal: bool = False
 ) -> tuple[Finding, ...]:
-    """Return what is to be said, with the names of files and parameters; the last says what loads.
+    """Return what is wrong, with the names of files and parameters.
 
     Source of the questions: what ``engine.load_checkpoint`` and ``zero_to_fp32.py`` of DeepSpeed
     0.19.8 pass over in silence, or answer without a name. *universal*: there are no ranks to check.
@@ -39,8 +40,25 @@ def check(
     ]
     if not universal:
         found += (*_stages(grid), *check_sizes(grid), *check_order(grid), *_excluded(grid))
-    found += _uncovered(grid, masters, training)
-    return (*found, can_load(grid, found, masters, training))
+    return (*found, *_uncovered(grid, masters, training))
+
+
+def eased(
+    found: Iterable[Finding],
+    grid: Grid,
+    *,
+    tag: str,
+    training: Assembly,
+    universal: bool = False,
+) -> tuple[Finding, ...]:
+    """Return *found* with what concerns only the masters as warnings: they are not wanted."""
+    missing = tuple(name for name in grid.missing if not name.endswith("optim_states.pt"))
+    without = replace(grid, optims={}, missing=missing)
+    nothing = Assembly()
+    needed = check(without, tag=tag, masters=nothing, training=training, universal=universal)
+    errors = [finding for finding in needed if finding.severity == "error"]
+    rest = [finding for finding in found if finding not in errors]
+    return (*errors, *(f._replace(severity="warning") if f[1] == "error" else f for f in rest))
 
 
 def _of_files(grid: Grid) -> Iterator[Finding]:
@@ -55,12 +73,17 @@ def _of_files(grid: Grid) -> Iterator[Finding]:
 
 
 def _missing(grid: Grid, training: Assembly) -> Iterator[Finding]:
-    if grid.missing:
-        text = (
-            f"missing of {grid.dp} data-parallel by {grid.mp} model-parallel ranks: "
-            f"{shown(grid.missing)}. Copy them from the machines that wrote them."
-        )
-        yield Finding("rank-missing", "error", text)
+    masters = [name for name in grid.missing if name.endswith("optim_states.pt")]
+    others = [name for name in grid.missing if name not in masters]
+    whole = grid.stage != "3" and training.parameters and not training.lost and not others
+    instead = "; or take the weights as they were trained (--weights training)" if whole else ""
+    for names, way in ((others, ""), (masters, instead)):
+        if names:
+            text = (
+                f"missing of {grid.dp} data-parallel by {grid.mp} model-parallel ranks: "
+                f"{shown(names)}. Copy them from the machines that wrote them{way}."
+            )
+            yield Finding("rank-missing", "error", text)
     layers = {reason for reason in training.lost.values() if reason.startswith("layer_")}
     absent = sorted(layers - {saved.name.name for saved in grid.layers})
     if absent:

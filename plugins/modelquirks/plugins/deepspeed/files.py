@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+from modelquirks.planner.checkpoint.folder import list_folder
 from modelquirks.planner.checkpoint.open import CheckpointError
 from modelquirks.planner.finding import Finding, shown
 
@@ -97,10 +98,11 @@ def locate(path: Path, tag: str | None = None) -> Folder:
     """Return the folder of the state called *tag* below *path*.
 
     Without a tag: *path* itself if it has the files; else the tag in the file ``latest``, then in
-    ``latest_universal``; else the only subfolder that has such files. Raises
-    :class:`CheckpointError`, which names the tags there are, if none of these is to be had.
+    ``latest_universal``; else the only subfolder that has such files. *path* may be the folder of
+    the tag itself. Raises :class:`CheckpointError`, which names the tags there are, if none of
+    these is to be had.
     """
-    if tag is not None:
+    if tag is not None and not (path.name == tag and _holds_states(path)):
         return _tagged(path, tag, said="the tag given")
     if _holds_states(path):
         return Folder(path, path.name, _is_universal(path))
@@ -122,8 +124,18 @@ def locate(path: Path, tag: str | None = None) -> Folder:
 
 
 def has_states(path: Path) -> bool:
-    """Tell whether the folder is that of a saved state, or has such folders in it."""
-    return _holds_states(path) or next(_tag_names(path), None) is not None
+    """Tell whether the folder is that of a saved state, or has such folders in it.
+
+    States of the optimizer that lie beside weight files of another kind are no reason: the weights
+    are what people mean there.
+    """
+    if next(_tag_names(path), None) is not None or _is_universal(path):
+        return True
+    states = list_states(path)
+    if all(state.kind in ("optim", "expert-optim") for state in states):
+        weights = set(list_folder(path).weights) - {state.name for state in states}
+        return bool(states) and not weights
+    return True
 
 
 def _tagged(path: Path, tag: str, *, said: str) -> Folder:

@@ -2,40 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 from modelquirks.planner.checkpoint.open import CheckpointError
 from modelquirks.planner.checkpoint.opened import Opened, shard_of
+from modelquirks.planner.checkpoint.openoptions import AS_USUAL, OpenOptions
 from modelquirks.planner.finding import Finding
-from modelquirks.plugins.deepspeed.files import has_states, list_states
+from modelquirks.plugins.deepspeed.files import list_states
 from modelquirks.plugins.deepspeed.offers import stored_pieces
 from modelquirks.plugins.deepspeed.parameter import recipe
 from modelquirks.plugins.deepspeed.structure import read_structure
-from modelquirks.quirks.hookspecs import hookimpl
 
-__all__ = ["modelquirks_open", "open_state"]
-
-
-@hookimpl
-def modelquirks_open(path: Path, names: Sequence[str]) -> Opened | None:
-    """Open the folder of a saved state, or one with such folders in it."""
-    if not path.is_dir():
-        return None
-    del names  # a folder with states has no other name that could be told
-    return open_state(path) if has_states(path) else None
+__all__ = ["open_state"]
 
 
-def open_state(root: Path) -> Opened:
+def open_state(root: Path, options: OpenOptions = AS_USUAL) -> Opened:
     """Return what the state in *root*, or in the one below it that it names, holds.
 
-    Of each tensor the fp32 master, if there is one. Where several states are there and none is
-    named, an error lists them.
+    Of each tensor the fp32 master, if there is one and nothing else was asked for. Where several
+    states are there and none is named, an error lists them.
     """
     try:
-        structure = read_structure(root)
+        structure = read_structure(root, tag=options.tag, weights=options.weights)
     except CheckpointError as error:
-        return Opened("deepspeed", {}, {}, (), (Finding("state-unknown", "error", str(error)),))
+        unknown = Finding("state-unknown", "error", str(error))
+        return Opened("deepspeed", {}, {}, (), (unknown,), chosen=options)
     below = structure.folder.path.relative_to(root).as_posix()
     prefix = "" if below == "." else f"{below}/"
     found = {name: p for name, p in structure.best().items() if any(True for _ in p.pieces)}
@@ -51,4 +42,5 @@ def open_state(root: Path) -> Opened:
         tensors={name: recipe(parameter) for name, parameter in found.items()},
         shards=tuple(shard_of(root, file) for file in sorted(files)),
         findings=structure.findings,
+        chosen=OpenOptions(structure.weights, below if prefix else options.tag),
     )

@@ -21,7 +21,15 @@ from modelquirks.plugins.deepspeed.saved import (
     whole,
 )
 
-__all__ = ["Address", "ModelState", "OptimState", "Stage", "model_state", "optim_state"]
+__all__ = [
+    "Address",
+    "ModelState",
+    "OptimState",
+    "Stage",
+    "inner_state",
+    "model_state",
+    "optim_state",
+]
 
 Stage = Literal["0", "1", "2", "3", "bf16", "unknown"]
 """Of ZeRO; ``bf16``: the class BF16_Optimizer, which writes no stage and keeps its padding."""
@@ -126,7 +134,7 @@ def optim_state(saved: SavedState) -> OptimState:
         partitions=_numbers(count if isinstance(count, list | tuple) else [count]),
         paddings=tuple(map(_numbers, paddings)) if isinstance(paddings, list) else (),
         slices=tuple(map(_addresses, slices)) if isinstance(slices, list) else None,
-        step=_step(saved, state),
+        step=_step(saved),
         config=mapping(saved.value.get("ds_config")),
         version=version if isinstance(version, str) else "",
         findings=placed.findings,
@@ -142,9 +150,15 @@ def _stage(state: Mapping[str, Any]) -> Stage:
     return stages.get(whole(state.get("zero_stage")), "unknown")
 
 
-def _step(saved: SavedState, state: Mapping[str, Any]) -> float | None:
+def inner_state(saved: SavedState) -> Any:
+    """Return the state of the optimizer that was wrapped, as a file of masters has it."""
+    state = mapping(saved.value.get("optimizer_state_dict"))
+    return state.get("optimizer_state_dict" if "fp32_flat_groups" in state else _INNER)
+
+
+def _step(saved: SavedState) -> float | None:
     """Return the greatest ``step`` in the inner optimizer's state, as Adam has it."""
-    inner = state.get("optimizer_state_dict" if "fp32_flat_groups" in state else _INNER)
+    inner = inner_state(saved)
     entries = mapping(mapping(inner).get("state")).values()
     groups = mapping(inner).get("param_groups")
     listed = [*entries, *(groups if isinstance(groups, list) else ())]

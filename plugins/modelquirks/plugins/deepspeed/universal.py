@@ -12,7 +12,7 @@ from pathlib import Path
 
 from modelquirks.planner.checkpoint.manifest import StoredTensor
 from modelquirks.planner.finding import Finding, shown
-from modelquirks.plugins.deepspeed.assemble import Assembly, masters
+from modelquirks.plugins.deepspeed.assemble import Assembly, masters, training
 from modelquirks.plugins.deepspeed.files import StateName
 from modelquirks.plugins.deepspeed.grid import Grid
 from modelquirks.plugins.deepspeed.parameter import Fragment, Origin, Parameter
@@ -46,9 +46,12 @@ def read_universal(folder: Path, grid: Grid) -> tuple[Assembly, tuple[Finding, .
         found.parameters[name] = Parameter(
             name, origin, fragment.dtype, fragment.shape, (fragment,)
         )
-    beside = masters(grid)
-    for name, parameter in beside.parameters.items():
+    for name, parameter in masters(grid).parameters.items():
         found.parameters.setdefault(name, parameter)
+    for name, parameter in training(grid).parameters.items():
+        if parameter.origin == "buffer":  # whole numbers are floats under 'zero', and may be wrong
+            found.parameters[name] = parameter
+            found.lost.pop(name, None)
     lacking = [name for name in shapes if name not in found.parameters and name not in found.lost]
     found.lost |= {name: f"zero/{name}/fp32.pt" for name in lacking}
     if lacking:
