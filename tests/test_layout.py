@@ -190,7 +190,10 @@ def test_type_checkers_see_the_public_names_of_quirks() -> None:
     assert seen == set(import_module("modelquirks.quirks").__all__)
 
 
-STEPS = ("checkpoint", "model", "mapping", "placement", "plan", "execution", "dispatcher", "dropin")
+STEPS = (
+    *("checkpoint", "hub", "opening", "model", "mapping", "placement", "plan"),
+    *("execution", "dispatcher", "dropin"),
+)
 """The planner's own way through, in order; finding, dtypes and names serve all, cli may use all."""
 
 

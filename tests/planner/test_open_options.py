@@ -54,7 +54,7 @@ def test_a_plan_with_a_choice_that_there_is_not_cannot_be_used(plain: Path) -> N
 
 def test_an_opened_checkpoint_cannot_be_chosen_from(plain: Path) -> None:
     manifest = open_manifest(plain)
-    with pytest.raises(OptionError, match="is open already; give them to open_manifest"):
+    with pytest.raises(OptionError, match="is open already; give them to open_checkpoint"):
         Dispatcher().plan(manifest, tag="A")
 
 

@@ -11,7 +11,6 @@ from modelquirks.planner.adapter.adapter import Adapter, open_adapter
 from modelquirks.planner.adapter.joint import Joint
 from modelquirks.planner.checkpoint.fingerprint import layout_digest
 from modelquirks.planner.checkpoint.manifest import MARK, Manifest
-from modelquirks.planner.checkpoint.open import open_manifest
 from modelquirks.planner.checkpoint.openoptions import AS_USUAL, OpenOptions, Weights
 from modelquirks.planner.collector import collector_paused
 from modelquirks.planner.dtypes import from_torch
@@ -27,6 +26,7 @@ from modelquirks.planner.mapping.requests import idle_aliases, idle_requests
 from modelquirks.planner.mapping.ties import TieGroup, tie_groups
 from modelquirks.planner.model.build import model_config
 from modelquirks.planner.model.skeleton import ModelTensor, Skeleton
+from modelquirks.planner.opening import NO_HUB, HubOptions, open_checkpoint
 from modelquirks.planner.placement.machine import Machine
 from modelquirks.planner.placement.refusals import refusals
 from modelquirks.planner.placement.workload import Workload
@@ -93,10 +93,15 @@ class Dispatcher:
         tag: str | None = None,
         adapter: str | Path | Adapter | Sequence[str | Path] | None = None,
         merge_adapter: bool = False,
+        revision: str | None = None,
+        token: str | bool | None = None,
+        subfolder: str = "",
     ) -> Plan:
         """Return the plan for loading *checkpoint* into *model*; headers are all that is read.
 
-        *checkpoint* is a folder, a weight file or an index, or what ``open_manifest`` made of one.
+        *checkpoint* is a folder, a weight file or an index, or what ``open_manifest`` made of one;
+        or a repository on the hub, ``org/name``, of which *revision* and *subfolder* may be named,
+        and which *token* opens (docs/hub.md).
         Without *model* the plan shows what
         is stored and where it would fit, and cannot be executed. *device_map* is ``auto``,
         ``balanced``, ``balanced_low_0``, ``sequential``, a mapping, or None (no dispatch).
@@ -126,7 +131,8 @@ class Dispatcher:
         Raises :class:`~modelquirks.planner.checkpoint.open.CheckpointError` if there is nothing to
         read, ValueError for options that mean nothing. Everything else is in the plan.
         """
-        manifest = base = self.manifest(checkpoint, OpenOptions(weights, tag))
+        hub = HubOptions(revision, token, subfolder)
+        manifest = base = self.manifest(checkpoint, OpenOptions(weights, tag), hub)
         skeleton = _skeleton(model)
         of_adapter, of_base = _apart(aliases)
         renames = [_alias(alias) for alias in of_base]
@@ -220,6 +226,7 @@ class Dispatcher:
                 expert_offload=expert_offload,
             ),
             adapter=None if joint is None else joint.facts,
+            origin=manifest.origin,
             registry=self.registry,
         )
 
@@ -253,17 +260,21 @@ class Dispatcher:
         return None if built is None else built[0]
 
     def manifest(
-        self, checkpoint: str | Path | Manifest, options: OpenOptions = AS_USUAL
+        self,
+        checkpoint: str | Path | Manifest,
+        options: OpenOptions = AS_USUAL,
+        hub: HubOptions = NO_HUB,
     ) -> Manifest:
         """Return what *checkpoint* holds; one that is open already is given back.
 
         OptionError if something is to be chosen of one that is open.
         """
         if not isinstance(checkpoint, Manifest):
-            return open_manifest(checkpoint, lambda: self.registry, options)
-        if options:
+            return open_checkpoint(checkpoint, lambda: self.registry, options, hub=hub)
+        if options or hub:
+            told = " and ".join(filter(None, (options.told(), hub.told())))
             raise OptionError(
-                f"{options.told()}: the checkpoint is open already; give them to open_manifest"
+                f"{told}: the checkpoint is open already; give them to open_checkpoint"
             )
         return checkpoint
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from modelquirks.planner.adapter.joint import AdapterFacts
 from modelquirks.planner.checkpoint.manifest import Shard
 from modelquirks.planner.checkpoint.openoptions import AS_USUAL, OpenOptions
+from modelquirks.planner.checkpoint.origin import HubOrigin
 from modelquirks.planner.finding import Finding, shown
 from modelquirks.planner.mapping.audit import Audit, Entry, Suggestion
 from modelquirks.planner.mapping.recipes import FamilyRecipe
@@ -96,6 +97,8 @@ class Plan:
     """Which state and weights of the checkpoint: execution opens the same."""
     adapter: AdapterFacts | None = None
     """The adapter that is loaded with it, merged or beside."""
+    origin: HubOrigin | None = None
+    """The commit on the hub whose files are fetched when the plan is executed."""
     moved: bool = False
     """The files lie elsewhere now, so their times say nothing."""
     registry: Registry | None = field(default=None, compare=False, repr=False)
@@ -169,6 +172,7 @@ class Plan:
             "path": str(self.path.resolve()),
             "shards": [_shard_json(shard) for shard in self.shards],
             "layout": self.layout,
+            **({} if self.origin is None else {"hub": self.origin.to_json()}),
             "recipes": [recipe.to_json() for recipe in self.recipes],
             "aliases": dict(self.aliases),
             "compare": [list(names) for names in self.compare],
@@ -374,6 +378,7 @@ def _from_json(cls: type[Plan], data: Mapping[str, Any], moved: str | Path | Non
         options=Options(**stored["options"]),
         opening=OpenOptions(**stored.get("opening", {})),
         adapter=_adapter(data.get("adapter"), stored.get("adapter")),
+        origin=HubOrigin.from_json(stored["hub"]) if "hub" in stored and moved is None else None,
         moved=moved is not None,
     )
 

@@ -11,6 +11,7 @@ from typing import Any, Literal, NamedTuple
 
 from modelquirks.planner.checkpoint.lazy_tensors import LazyTensors, StoredType
 from modelquirks.planner.checkpoint.openoptions import AS_USUAL, OpenOptions
+from modelquirks.planner.checkpoint.origin import HubOrigin
 from modelquirks.planner.dtypes import nbytes
 from modelquirks.planner.finding import Finding
 from modelquirks.quirks.family import Family, grouped, numbered, raw_templates
@@ -99,6 +100,13 @@ class Manifest:
     """With ``assembled``: every byte range that may be read, by name."""
     options: OpenOptions = AS_USUAL
     """What was chosen of it, by somebody or by the format: opens just this again."""
+    origin: HubOrigin | None = None
+    """Where the files come from if they need not be here: ``root`` is where they will be."""
+
+    @property
+    def shown(self) -> str:
+        """What to call it to people: the path, or the repository."""
+        return str(self.origin or self.path)
 
     @cached_property
     def families(self) -> Mapping[str, Family]:
@@ -225,8 +233,10 @@ class Manifest:
 
     def to_json(self) -> dict[str, Any]:
         """Return the ``checkpoint`` object of the reports."""
+        hub = {} if self.origin is None else {"hub": self.origin.to_json()}
         return {
-            "path": str(self.path),
+            "path": self.shown,
+            **hub,
             "format": self.format,
             "tensors": len(self.tensors),
             "families": len(self.families),

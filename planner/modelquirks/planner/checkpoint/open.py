@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from modelquirks.planner.checkpoint.file_kind import look
+from modelquirks.planner.checkpoint.filepath import FilePath
 from modelquirks.planner.checkpoint.folder import (
     Candidate,
     Folder,
@@ -36,7 +37,7 @@ from modelquirks.planner.finding import Finding, Severity, shown
 if TYPE_CHECKING:
     from modelquirks.quirks.registry import Registry
 
-__all__ = ["CheckpointError", "open_manifest"]
+__all__ = ["CheckpointError", "manifest_at", "open_manifest"]
 
 _ORDER: Mapping[Severity, int] = {"error": 0, "warning": 1, "info": 2}
 _LOOKED_FOR = (
@@ -91,17 +92,28 @@ def open_manifest(
             raise CheckpointError(f"{str(path)!r} cannot be read: {reason}") from error
 
 
+def manifest_at(
+    path: FilePath, problems: Sequence[str] = (), options: OpenOptions = AS_USUAL
+) -> Manifest:
+    """Return what is at *path*, of a format that is known without plugins.
+
+    Raises :class:`CheckpointError` as :func:`open_manifest`, and OSError. *problems* of plugins
+    become findings.
+    """
+    manifest = _open_folder(path, problems) if path.is_dir() else _open_file(path)
+    if not options:
+        return manifest
+    said = (*_unheeded(options, AS_USUAL, manifest.format), *manifest.findings)
+    return replace(manifest, findings=said)
+
+
 def _opened(path: Path, registry: Callable[[], Registry] | None, options: OpenOptions) -> Manifest:
     found, problems = _by_plugin(path, registry, options)
     if found is not None:
         root = path if path.is_dir() else path.parent
         said = (*_about_plugins(problems), *_unheeded(options, found.chosen, found.format))
         return replace(_manifest(root, path, content_of(found), *said), options=found.chosen)
-    manifest = _open_folder(path, problems) if path.is_dir() else _open_file(path)
-    if not options:
-        return manifest
-    said = (*_unheeded(options, AS_USUAL, manifest.format), *manifest.findings)
-    return replace(manifest, findings=said)
+    return manifest_at(path, problems, options)
 
 
 def _unheeded(options: OpenOptions, chosen: OpenOptions, format: str) -> Iterator[Finding]:
@@ -146,7 +158,7 @@ def _about_plugins(problems: Iterable[str]) -> Iterator[Finding]:
         yield Finding("plugin-problem", "warning", text)
 
 
-def _open_file(path: Path) -> Manifest:
+def _open_file(path: FilePath) -> Manifest:
     kind = look(path).kind
     if kind in ("absent", "special"):
         link = " (a link to something that is not there)" if path.is_symlink() else ""
@@ -169,7 +181,7 @@ def _open_file(path: Path) -> Manifest:
     return _manifest(path.parent, path, content, *_part_of_several(path))
 
 
-def _open_folder(root: Path, problems: Sequence[str]) -> Manifest:
+def _open_folder(root: FilePath, problems: Sequence[str]) -> Manifest:
     folder = list_folder(root)
     if not folder.candidates:
         raise CheckpointError("; ".join((_nothing_in(folder), *problems)))
@@ -221,15 +233,15 @@ def _stand_in(folder: Folder) -> tuple[Candidate, Index | None] | None:
     return None
 
 
-def _manifest(root: Path, path: Path, content: Content, *findings: Finding) -> Manifest:
+def _manifest(root: FilePath, path: FilePath, content: Content, *findings: Finding) -> Manifest:
     config, about_config = _read_config(root)
     config = config or content.config
     found = [*content.findings, *findings, *about_config]
     if any(_is_adapter(shard.name) for shard in content.shards):
         found.append(Finding("adapter", "info", _about_alone(root, path)))
     return Manifest(
-        root=root,
-        path=path,
+        root=Path(root),
+        path=Path(path),
         format=content.format,
         tensors=content.tensors,
         shards=content.shards,
@@ -243,7 +255,7 @@ def _manifest(root: Path, path: Path, content: Content, *findings: Finding) -> M
     )
 
 
-def _read_config(root: Path) -> tuple[Mapping[str, Any], tuple[Finding, ...]]:
+def _read_config(root: FilePath) -> tuple[Mapping[str, Any], tuple[Finding, ...]]:
     """Return config.json, ``{}`` if it is absent or cannot be read (which is a finding)."""
     path = root / "config.json"
     if not path.is_file():
@@ -256,7 +268,7 @@ def _read_config(root: Path) -> tuple[Mapping[str, Any], tuple[Finding, ...]]:
     return {}, (Finding("config-unreadable", "warning", text),)
 
 
-def _read_params(root: Path) -> tuple[Mapping[str, Any], tuple[Finding, ...]]:
+def _read_params(root: FilePath) -> tuple[Mapping[str, Any], tuple[Finding, ...]]:
     """Return what params.json says, where it is there in place of config.json."""
     path = root / "params.json"
     config = config_of_params(read_json(path)[0]) if path.is_file() else {}
@@ -313,7 +325,7 @@ def _about_count(names: Sequence[str]) -> Iterator[Finding]:
         yield Finding("series-incomplete", "warning", text)
 
 
-def _part_of_several(path: Path) -> Iterator[Finding]:
+def _part_of_several(path: FilePath) -> Iterator[Finding]:
     """Say so if a file that was named is one of a series."""
     folder = list_folder(path.parent)
     same = [name for name in folder.weights if series_of(name) == series_of(path.name)]

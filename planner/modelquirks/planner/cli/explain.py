@@ -8,6 +8,7 @@ from pathlib import Path
 
 from modelquirks.planner.cli.adapter import add_adapter
 from modelquirks.planner.cli.command import CallError, Exit
+from modelquirks.planner.cli.hub import add_hub, hub_options
 from modelquirks.planner.cli.model import add_model
 from modelquirks.planner.cli.opening import add_opening, opening_options
 from modelquirks.planner.cli.placing import add_placing, checked
@@ -41,6 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="write JSON instead of text")
     add_model(parser)
     add_adapter(parser)
+    add_hub(parser)
     add_no_plugin(parser)
     add_opening(parser)
     add_placing(parser)
@@ -73,10 +75,8 @@ def _plan(args: argparse.Namespace) -> Plan:
     """Return the plan of a file that is one, else a new one; nothing is loaded."""
     path = Path(args.checkpoint)
     if is_plan(path):
-        if options := opening_options(args):
-            raise CallError(
-                f"{args.checkpoint!r} is a plan, made without regard to {options.told()}"
-            )
+        if told := opening_options(args).told() or hub_options(args).told():
+            raise CallError(f"{args.checkpoint!r} is a plan, made without regard to {told}")
         return Plan.load(path)
     args.dry_run = True
     return planned(args)

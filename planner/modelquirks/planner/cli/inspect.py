@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
-from modelquirks.planner.checkpoint.open import open_manifest
 from modelquirks.planner.cli.command import Exit
+from modelquirks.planner.cli.hub import CHECKPOINT_HELP, add_hub, opened
 from modelquirks.planner.cli.opening import add_opening, opening_options
 from modelquirks.planner.cli.report import SCHEMA, add_html, show_manifest, write_json
 from modelquirks.planner.cli.terminal import Terminal, note, progress
@@ -22,7 +22,7 @@ __all__ = ["add_arguments", "note_unreadable", "run", "verdict"]
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
-    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="folder, weight file or index")
+    parser.add_argument("checkpoint", metavar="CHECKPOINT", help=CHECKPOINT_HELP)
     parser.add_argument("--all", action="store_true", help="list every family and finding")
     parser.add_argument("--json", action="store_true", help="write JSON instead of tables")
     parser.add_argument(
@@ -32,12 +32,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_opening(parser)
     add_html(parser)
+    add_hub(parser)
 
 
 def run(args: argparse.Namespace) -> Exit:
     """Read the headers and report them."""
     with progress("Reading headers"):
-        manifest = open_manifest(args.checkpoint, options=opening_options(args))
+        manifest = opened(args, options=opening_options(args))
     if args.html is not None:
         from modelquirks.planner.report.gather import of_manifest
         from modelquirks.planner.report.page import page

@@ -8,9 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from modelquirks.planner.checkpoint.open import open_manifest
 from modelquirks.planner.cli.adapter import adapter_of, add_adapter
 from modelquirks.planner.cli.command import CallError, Exit
+from modelquirks.planner.cli.hub import CHECKPOINT_HELP, add_hub, opened
 from modelquirks.planner.cli.inspect import note_unreadable
 from modelquirks.planner.cli.loading import add_loading, loading_options
 from modelquirks.planner.cli.model import TRANSFORMERS, Built, add_model, build
@@ -37,7 +37,7 @@ __all__ = ["add_arguments", "add_naming", "naming_options", "planned", "run"]
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
-    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="folder, weight file or index")
+    parser.add_argument("checkpoint", metavar="CHECKPOINT", help=CHECKPOINT_HELP)
     parser.add_argument("--dry-run", action="store_true", help="only plan: no weight is read")
     parser.add_argument("--json", action="store_true", help="write JSON instead of tables")
     parser.add_argument("--all", action="store_true", help="list everything, however long")
@@ -45,6 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_html(parser)
     add_model(parser)
     add_adapter(parser)
+    add_hub(parser)
     add_no_plugin(parser)
     group = add_placing(parser)
     add_offload(group)
@@ -154,7 +155,7 @@ class _Planned(NamedTuple):
 def _planned(args: argparse.Namespace) -> _Planned:
     registry = load_registry(args)
     with progress("Reading headers"):
-        manifest = open_manifest(args.checkpoint, lambda: registry, opening_options(args))
+        manifest = opened(args, lambda: registry, opening_options(args))
         adapter = adapter_of(args, registry)
     built = _built(args, manifest, registry, adapter)
     with progress("Planning"):

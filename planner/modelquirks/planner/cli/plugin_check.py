@@ -14,18 +14,13 @@ from modelquirks.planner.checkpoint.open import open_manifest
 from modelquirks.planner.cli.command import CallError, Exit
 from modelquirks.planner.cli.opening import add_opening, opening_options
 from modelquirks.planner.cli.plugin_show import show_rules
-from modelquirks.planner.cli.report import (
-    SCHEMA,
-    counted,
-    show_findings,
-    summary,
-    write_json,
-)
+from modelquirks.planner.cli.report import SCHEMA, show_findings, write_json
 from modelquirks.planner.cli.terminal import Terminal, progress
 from modelquirks.planner.finding import Finding, Severity, shown
 from modelquirks.planner.mapping.nearest import closest
 from modelquirks.planner.mapping.offers import Offers, find_offers
 from modelquirks.planner.mapping.uses import Rule, uses
+from modelquirks.planner.wording import counted, summary
 from modelquirks.quirks.claims import claims
 from modelquirks.quirks.family import show
 from modelquirks.quirks.invariants import invariant_faults

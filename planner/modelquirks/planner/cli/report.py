@@ -55,7 +55,7 @@ def write_json(report: Mapping[str, Any], stream: TextIO) -> None:
 
 def show_manifest(out: Terminal, manifest: Manifest, *, everything: bool) -> None:
     """Write what the checkpoint holds, by family, and what was noticed about it."""
-    out.say(str(manifest.path), style="bold")
+    out.say(manifest.shown, style="bold")
     out.say(summary(manifest.to_json()), indent=2)
     families = list(manifest.families.values())
     if families:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from modelquirks.planner.cli.report import counted, say_left_out, show_findings, summary
-from modelquirks.planner.cli.report_plan import show_seconds
+from modelquirks.planner.cli.report import say_left_out, show_findings
 from modelquirks.planner.cli.terminal import Column, Terminal
 from modelquirks.planner.placement.memory import show_bytes
+from modelquirks.planner.wording import counted, show_seconds, summary
 
 if TYPE_CHECKING:
     from modelquirks.planner.export.exportreport import ExportReport
