@@ -297,7 +297,7 @@ class Dispatcher:
             if len(adapter) != 1:
                 raise OptionError(
                     f"{len(adapter)} adapters: one at a time is planned with its base. Merge the "
-                    "first, save the result, and merge the next into that; or let PEFT join them "
+                    "first with export, and the next into that; or let PEFT join them "
                     "(add_weighted_adapter)"
                 )
             adapter = adapter[0]
