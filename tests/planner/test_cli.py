@@ -196,7 +196,9 @@ def test_what_needs_no_model_imports_no_torch(home: Path, words: list[str]) -> N
 # Calls
 
 
-@pytest.mark.parametrize("command", [(), ("inspect",), ("plan",), ("diff",), ("execute",), ("plugins",)])
+@pytest.mark.parametrize(
+    "command", [(), ("inspect",), ("plan",), ("diff",), ("execute",), ("plugins",)]
+)
 def test_every_command_has_help(home: Path, command: tuple[str, ...]) -> None:
     done = modelquirks(*command, "--help", cwd=home)
     assert (done.returncode, done.stderr) == (0, "")
