@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
+from modelquirks.planner.infer.certify import certify
 from modelquirks.planner.infer.claim import Claim, Tier, source_of
 from modelquirks.planner.infer.kin import Kin, Path, kins_of, lists_of, literal, stacks
 from modelquirks.planner.infer.pool import Left, Pool, fits, shared
@@ -20,8 +21,9 @@ def align(
 ) -> list[Claim]:
     lists = lists_of({**stored, **model})
     pool = Pool(
-        [Left(kin, kin.path) for kin in kins_of(stored, lists)],
+        [Left(kin, kin.path, proven=kin.path) for kin in kins_of(stored, lists)],
         kins_of(model, lists),
+        model_paths=tuple(tuple(name.split(".")) for name in model),
         ties={name: n for n, group in enumerate(ties) for name in group},
     )
     by_name(pool)
@@ -32,21 +34,24 @@ def align(
     rewrite(pool, right)
     guesses.same_words(pool)
     rewrite(pool, right)
-    structure.joins(pool, named=True)
-    structure.splits(pool, named=True)
+    structure.apart(pool, named=True)
     rewrite(pool, right)
-    guesses.assign(pool)
+    guesses.assign(pool, at_least=0.5)
     for sides in ("model", "stored", "both"):
         split_lists(pool, sides)
         by_name(pool)
         rewrite(pool, right)
         guesses.same_words(pool)
-        structure.joins(pool, named=True)
-        structure.splits(pool, named=True)
-        guesses.assign(pool)
+        structure.apart(pool, named=True)
+        guesses.assign(pool, at_least=0.5)
         join_lists(pool)
-    structure.joins(pool, named=False)
-    structure.splits(pool, named=False)
+    guesses.assign(pool, at_least=0.3)
+    structure.apart(pool, named=False)
+    for sides in ("", "model", "stored", "both"):
+        split_lists(pool, sides)
+        guesses.assign(pool, at_least=0.0)
+        join_lists(pool)
+    certify(pool)
     return pool.claims
 
 
@@ -72,7 +77,7 @@ def add_stacks(pool: Pool) -> None:
     """Add the forms of families of which one side stacks what the other has one by one."""
     sizes = {k.types[i].shape[0] for k in pool.model for i in k.types if k.types[i].shape}
     forms = [
-        Left(form, form.path, left.tier, left.rules)
+        Left(form, form.path, left.tier, left.rules, form.path)
         for left in pool.stored
         if left.kin.over is None
         for form in stacks(left.kin, sizes)
@@ -123,13 +128,13 @@ def enter(
     if kin.over is not None:
         node = Select(node, "{e}", 0)
     members = kin.only(shared(kin, left.kin))
-    pool.enter(Claim(members, node, tier, why, others, (left.kin,)), [left], kin)
+    pool.enter(Claim(members, node, tier, why, others, (left.kin,), left, kin), [left], kin)
 
 
 def split_lists(pool: Pool, sides: str) -> None:
     """Make names of the last index of what is left, where it has few values."""
     pool.stored = [
-        Left(one, _literal_path(left, one), left.tier, left.rules)
+        Left(one, _literal_path(left.path, left, one), left.tier, left.rules, _literal_path(left.proven, left, one))
         for left in pool.stored
         for one in (literal(left.kin) if _splits(left.kin, sides, "stored") else [left.kin])
     ]
@@ -156,7 +161,7 @@ def join_lists(pool: Pool) -> None:
     for first, parts in stored.values():
         parent = first.kin.parent
         kin = _rejoined(parent, [p.kin for p in parts])
-        done.append(Left(kin, kin.path, first.tier, ()))
+        done.append(Left(kin, kin.path, proven=kin.path))
     pool.stored = done
     model: dict[int, list[Kin]] = {}
     kins: list[Kin] = []
@@ -173,9 +178,10 @@ def _rejoined(parent: Kin, parts: Sequence[Kin]) -> Kin:
     return parent.only((*i[:slot], part.value, *i[slot:]) for part in parts for i in part.types)
 
 
-def _literal_path(left: Left, one: Kin) -> Path:
-    if one is left.kin or left.path == left.kin.path:
-        return one.path
-    at = max(n for n, s in enumerate(left.path) if s == "*")
+def _literal_path(path: Path, left: Left, one: Kin) -> Path:
+    """Return *path*, a name of *left*, with the last index as it is in *one*."""
+    if one is left.kin:
+        return path
+    at = max(n for n, s in enumerate(path) if s == "*")
     old = max(n for n, s in enumerate(left.kin.path) if s == "*")
-    return (*left.path[:at], one.path[old], *left.path[at + 1 :])
+    return (*path[:at], one.path[old], *path[at + 1 :])

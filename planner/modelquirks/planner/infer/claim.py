@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from modelquirks.planner.infer.kin import SLOT, Index, Kin, Path
 from modelquirks.quirks.recipe import Node, Select, Source, Stack, mapped
+
+if TYPE_CHECKING:
+    from modelquirks.planner.infer.pool import Left
 
 __all__ = ["STACKED", "Claim", "Tier", "least", "pattern_of", "source_of"]
 
@@ -33,6 +36,10 @@ class Claim:
     others: tuple[str, ...] = ()
     """Other readings, for people; the first ones are the nearest."""
     sources: tuple[Kin, ...] = ()
+    left: Left | None = None
+    """What was renamed, if that is all."""
+    kin: Kin | None = None
+    """The family of the model that it was taken for; ``model`` has those members that both have."""
 
     @property
     def target(self) -> str:

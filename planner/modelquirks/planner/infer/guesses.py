@@ -31,7 +31,7 @@ def same_words(pool: Pool) -> None:
             continue
         if len(lefts) == 1 and len(kins) == 1 and fits(lefts[0].kin, kins[0]):
             left, kin = lefts[0], kins[0]
-            tier = least(left.tier, "certain" if _proven(left, kin, pool) else "likely")
+            tier = least(left.tier, "likely")
             enter(pool, left, kin, tier, f"{'.'.join(words)} by either name")
 
 
@@ -49,41 +49,15 @@ def _by_words(items: Iterable[tuple[Path, object]]) -> dict[Path, list]:
     return found
 
 
-def _proven(left: Left, kin: Kin, pool: Pool) -> bool:
-    """Tell whether nothing else of that shape could be meant, and no weight be rearranged."""
-    if left.kin.over is not None or kin.over is not None:
-        return False
-    words = plain(left.path)
-    if rotated(left, kin, pool):
-        return False
-    mine = _unnumbered(words)
-    for rival in pool.rival_models():
-        if rival.path != kin.path and fits(left.kin, rival) and not pool.tied(rival, kin):
-            if _unnumbered(plain(rival.path)) == mine:
-                return False
-    for one in pool.rival_stored():
-        if one.path != left.path and fits(one.kin, kin):
-            if _unnumbered(plain(one.path)) == mine:
-                return False
-    return True
-
-
 def _unnumbered(words: Sequence[str]) -> tuple[str, ...]:
     return tuple(word for word in words if not word.isdigit())
 
 
-def rotated(left: Left, kin: Kin, pool: Pool) -> bool:
-    """Tell whether the rows may be in another order: queries and keys for rotary positions.
+def assign(pool: Pool, *, at_least: float) -> None:
+    """Match the modules that are left, so that the likeness of all names is largest.
 
-    Where a checkpoint of another library calls them otherwise. Not where the model has learned
-    positions.
+    Those that are less alike than *at_least* are left.
     """
-    words = plain(kin.path)
-    return ("q" in words or "k" in words or "qkv" in words) and left.path[-2:] != kin.path[-2:]
-
-
-def assign(pool: Pool) -> None:
-    """Match the modules that are left, so that the likeness of all names is largest."""
     from modelquirks.planner.infer.align import enter
 
     lefts: dict[Path, list[Left]] = {}
@@ -98,7 +72,7 @@ def assign(pool: Pool) -> None:
     table = _table(lefts, kins)
     chosen = assignment(table)
     for row, column in enumerate(chosen):
-        if column < 0:
+        if column < 0 or table[row][column] < at_least:
             continue
         regret = _regret(table, chosen, row)
         tier: Tier = "open" if regret < _CLOSE else "likely"
@@ -126,7 +100,7 @@ def _table(
 
 
 def _shapes(kins: Iterable[Kin]) -> object:
-    return frozenset(next(iter(k.types.values())).shape for k in kins)
+    return tuple(sorted(str(next(iter(k.types.values())).shape) for k in kins))
 
 
 def _same_rank(ours: Ranks, theirs: Ranks) -> float:

@@ -24,9 +24,14 @@ class Left:
     """That of the least sure of those rules."""
     rules: tuple[str, ...] = ()
 
+    proven: Path = ()
+    """Its name after the certain rules that came first."""
+
     def under(self, path: Path, rule: str, tier: Tier) -> Left:
         """Return it under the name that a rule of this tier gives it."""
-        return replace(self, path=path, tier=least(self.tier, tier), rules=(*self.rules, rule))
+        tier = least(self.tier, tier)
+        proven = path if tier == "certain" else self.proven
+        return replace(self, path=path, tier=tier, rules=(*self.rules, rule), proven=proven)
 
 
 def kind_of(dtype: str | None) -> str:
@@ -41,7 +46,7 @@ def fits(stored: Kin, model: Kin) -> bool:
 
     Some may be on one side only: half of them must be on both.
     """
-    if stored.n_slots != model.n_slots:
+    if stored.n_slots != model.n_slots or (stored.over is not None and model.over is not None):
         return False
     small, large = sorted((stored.types, model.types), key=len)
     n_shared = 0
@@ -78,6 +83,10 @@ class Pool:
     loose_stored: list[Left] = field(default_factory=list)
     """Taken by claims that are not certain: they are still rivals."""
     loose_model: list[Kin] = field(default_factory=list)
+    model_paths: tuple[Path, ...] = ()
+    """The names of all families of the model."""
+    joined: set[tuple[Path, ...]] = field(default_factory=set)
+    """What was found to be in parts on the other side, each with its parts."""
     ties: dict[str, int] = field(default_factory=dict)
     """Name of the model → number of the group of names that share its tensor."""
 

@@ -33,7 +33,7 @@ def ranks_of(
                 rest = path[: len(path) - depth], path[len(path) - depth + 1 :]
                 groups.setdefault((rest, shapes[path]), []).append(path)
         for group in groups.values():
-            if len(group) < 2:
+            if len(group) < 2 or (not by_name and _by_custom(group, depth)):
                 continue
             ordered = _ordered(group, depth, by_name) or ([] if by_name else group)
             for rank, path in enumerate(ordered):
@@ -50,6 +50,11 @@ def _ordered(group: Sequence[Path], depth: int, numbers: bool) -> Sequence[Path]
             if key is not _number or len({re.sub(r"[0-9]+", "#", t) for t in texts}) == 1:
                 return [p for _, p in sorted(zip(values, group, strict=True))]  # type: ignore
     return []
+
+
+def _by_custom(group: Sequence[Path], depth: int) -> bool:
+    """Tell whether these are numbered in other orders, too, than that of the model."""
+    return any({"gate", "q", "k"} & set(spelt((path[-depth],))) for path in group)
 
 
 def _number(text: str) -> tuple[int, ...] | None:

@@ -16,7 +16,9 @@ from modelquirks.planner.infer.kin import SLOT, Kin, Path
 from modelquirks.planner.infer.pool import Left, Pool, fits
 from modelquirks.planner.infer.words import likeness, plain, spelt
 
-__all__ = ["Rewrite", "best_rewrite", "split_ends", "within"]
+__all__ = [
+    "Rewrite", "best_rewrite", "kept_module", "pairs", "rival_gain", "split_ends", "tier_of",
+]  # fmt: skip
 
 _MAX_PART = 5
 """Segments of a part that is renamed."""
@@ -145,7 +147,7 @@ def _weighed(
     if len(modules) < _MIN_MODULES:
         return None
     near = likeness(spelt(rewrite.was, True), spelt(rewrite.now, True), {})
-    if near < 0.5 and not any(_kept(left.path, kin.path) for left, kin in hits):
+    if not any(kept_module(left.path, kin.path) for left, kin in hits):
         return None
     broken = sum(1 for path in right if rewrite(path) is not None)
     length = len(rewrite.was) + len(rewrite.now)
@@ -153,7 +155,7 @@ def _weighed(
     return Found(rewrite, tuple(hits), score) if score > 0 else None
 
 
-def _kept(was: Path, now: Path) -> Path:
+def kept_module(was: Path, now: Path) -> Path:
     """Return the module's name after the part that differs; empty if it says nothing."""
     _, tail = split_ends(was, now)
     module = was[len(was) - tail : -1] if tail else ()
@@ -165,11 +167,11 @@ def tier_of(found: Found, pool: Pool) -> Tier:
 
     ``open`` if another reading is as good.
     """
-    kept = {_kept(left.path, kin.path) for left, kin in found.hits}
+    kept = {kept_module(left.path, kin.path) for left, kin in found.hits}
     witnesses = [
         (left, kin) for left, kin in found.hits if left.path[:-1][-1:] == kin.path[:-1][-1:]
     ]
-    rival = _rival(witnesses, pool) if witnesses else None
+    rival = rival_gain(witnesses, pool) if witnesses else None
     if rival is not None and rival >= -_CLOSE:
         return "open"
     return "likely" if len(kept - {()}) < _MIN_MODULES or rival is not None else "certain"
@@ -179,7 +181,7 @@ def _tells(segment: str) -> bool:
     return segment != SLOT and not segment.isdigit()
 
 
-def _rival(witnesses: Sequence[tuple[Left, Kin]], pool: Pool) -> float | None:
+def rival_gain(witnesses: Sequence[tuple[Left, Kin]], pool: Pool) -> float | None:
     """Return how much liker another place is that half of the *witnesses* could come from, or go to.
 
     None if there is no other. Less than 0: its name is less like.
@@ -220,7 +222,3 @@ def _inside(small: Sequence[str], large: Sequence[str]) -> bool:
     rest = iter(large)
     return all(word in rest for word in small)
 
-
-def within(small: Sequence[str], large: Sequence[str]) -> bool:
-    """As ``_inside``."""
-    return _inside(small, large)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from itertools import combinations
 from typing import NamedTuple
 
@@ -35,10 +35,20 @@ class Whole(NamedTuple):
     """Whether the name of the whole says that it is these parts."""
 
 
+def apart(pool: Pool, *, named: bool) -> None:
+    """Claim what one side has in parts; with *named* only where names say so.
+
+    Twice, as biases follow their weights.
+    """
+    for _ in range(2):
+        joins(pool, named=named)
+        splits(pool, named=named)
+
+
 def joins(pool: Pool, *, named: bool) -> None:
     """Claim the model's tensors that are stored in parts; with *named* only where names say so."""
     found = [
-        w for kin in pool.model for w in _wholes(kin, pool.stored) if w.named or not named
+        w for kin in pool.model for w in _wholes(kin, pool.stored, pool.joined) if w.named or not named
     ]
     for whole in _best_first(found):
         kin, parts = whole.whole, whole.parts
@@ -46,6 +56,7 @@ def joins(pool: Pool, *, named: bool) -> None:
             any(p is s for s in pool.stored) for p in parts
         ):
             continue
+        pool.joined.add((kin.path, *(p.path for p in parts)))
         node: Node = Concat(tuple(source_of(p.kin) for p in parts), whole.dim)
         if kin.over is not None:
             node = Select(node, "{e}", 0)
@@ -59,13 +70,14 @@ def joins(pool: Pool, *, named: bool) -> None:
 
 def splits(pool: Pool, *, named: bool) -> None:
     """Claim the model's tensors that are parts of a stored one; as :func:`joins`."""
-    found = [w for left in pool.stored for w in _wholes(left, pool.model) if w.named or not named]
+    found = [w for left in pool.stored for w in _wholes(left, pool.model, pool.joined) if w.named or not named]
     for whole in _best_first(found):
         left, parts = whole.whole, whole.parts
         if not any(left is s for s in pool.stored) or not all(
             any(p is k for k in pool.model) for p in parts
         ):
             continue
+        pool.joined.add((left.path, *(p.path for p in parts)))
         sizes = [_size(p, whole.dim) for p in parts]
         tier: Tier = "likely" if whole.ordered else "open"
         begin = 0
@@ -91,12 +103,21 @@ def _size(one: Left | Kin, dim: int) -> int:
     return next(iter(_kin(one).types.values())).shape[dim]
 
 
-def _wholes(whole: Left | Kin, others: Sequence[Left | Kin]) -> Iterator[Whole]:
+def _as_weights(found: Whole, joined: Collection[tuple[Path, ...]]) -> bool:
+    """Tell whether the weights beside these biases are joined so: short sums come out by chance."""
+    paths = (p.path for p in (found.whole, *found.parts))
+    return tuple((*p[:-1], p[-1].replace("bias", "weight")) for p in paths) in joined
+
+
+def _wholes(
+    whole: Left | Kin, others: Sequence[Left | Kin], joined: Collection[tuple[Path, ...]]
+) -> Iterator[Whole]:
     """Yield the ways to make *whole* of two to four of *others* whose names differ in a word."""
     mine = _kin(whole)
     rank = {len(of.shape or ()) for of in mine.types.values()}
     if len(rank) != 1:
         return
+    flat = rank == {1}
     for dim in range(rank.pop()):
         fitting = [o for o in others if _could_be_part(_kin(o), mine, dim)]
         groups: dict[tuple[int, Path], list[Left | Kin]] = {}
@@ -113,7 +134,9 @@ def _wholes(whole: Left | Kin, others: Sequence[Left | Kin]) -> Iterator[Whole]:
             for n in range(2, _MAX_PARTS + 1):
                 for parts in combinations(group, n):
                     if _adds_up(mine, [_kin(p) for p in parts], dim):
-                        yield _ordered(whole, parts, dim, at, rest)
+                        found = _ordered(whole, parts, dim, at, rest)
+                        if not flat or _as_weights(found, joined):
+                            yield found
 
 
 def _could_be_part(part: Kin, whole: Kin, dim: int) -> bool:

@@ -33,18 +33,22 @@ positional = position; positions = position; pos = position; wpe = embed positio
 position embed = embed position; patches = patch; convolution = conv
 tokens = token; layers = layer; blocks = layer; block = layer; h = layer; resblocks = layer
 experts = expert; visual = vision; txt = text; img = image; router = gate
-intermediate dense = mlp up; gamma = weight; beta = bias; lm head = head; language head = head
+intermediate dense = mlp first; layer * output dense = layer * mlp second
+mlp fc 1 = mlp first; mlp fc 2 = mlp second; mlp c fc = mlp first; mlp c proj = mlp second
+mlp linear 1 = mlp first; mlp linear 2 = mlp second; mlp lin 1 = mlp first
+mlp lin 2 = mlp second; mlp dense h to 4 h = mlp first; mlp dense 4 h to h = mlp second
+mlp fc in = mlp first; mlp fc out = mlp second; gamma = weight; beta = bias; lm head = head; language head = head
 e score correction bias = correction bias; downsampling = downsample; upsampling = upsample
 """
 """Words that mean the same, whoever writes them."""
 
 _LOOSE = """
-w 1 = gate; w 3 = up; w 2 = down; fc in = up; fc out = down; c fc = up; mlp c proj = mlp down
-attn c proj = attn o; dense h to 4 h = up; dense 4 h to h = down; w 13 = gate up
-w 12 = gate up; input linear = up; output linear = down; layer * output dense = layer * mlp down
+w 1 = gate; w 3 = up; w 2 = down; fc in = first; fc out = second; c fc = first; fc 1 = first; fc 2 = second; linear 1 = first; linear 2 = second
+attn c proj = attn o; dense h to 4 h = first; dense 4 h to h = second; w 13 = gate up
+w 12 = gate up; input linear = first; output linear = second
 vit = vision; image = vision; llm = language; lm = language; text = language; sa = attn
 ca = cross attn; encoder attn = cross attn; qcontent = q content; kcontent = k content
-qpos = q position; kpos = k position; q net = q; k net = k; v net = v; s = weight; b = bias; ssmax = softmax
+qpos = q position; kpos = k position; q net = q; k net = k; v net = v; scaling s = scaling weight; scaling b = scaling bias; fc 3 = up; ssmax = softmax
 projector = project; projection = project; connector = project; final norm = norm
 norm f = norm; norm final = norm; classifier = head; score = head; unembed = head
 embed out = head; scale = weight; kernel = weight; ls = scale; layer scale = scale
@@ -118,7 +122,18 @@ def _once(words: Sequence[str], table: Table) -> list[str]:
         else:
             found.append(words[at])
             at += 1
-    return [word for n, word in enumerate(found) if n == 0 or word != found[n - 1]]
+    return _unrepeated(found)
+
+
+def _unrepeated(words: Sequence[str]) -> list[str]:
+    """Return *words* with what is said twice in a row, one to three words, said once."""
+    found: list[str] = []
+    for word in words:
+        found.append(word)
+        for n in (1, 2, 3):
+            if len(found) >= 2 * n and found[-n:] == found[-2 * n : -n] and "*" not in found[-n:]:
+                del found[-n:]
+    return found
 
 
 def numberless(path: Path) -> Path:
