@@ -8,7 +8,7 @@ from modelquirks.planner.infer.certify import certify
 from modelquirks.planner.infer.claim import Claim, Tier, source_of
 from modelquirks.planner.infer.kin import Kin, Path, kins_of, lists_of, literal, stacks
 from modelquirks.planner.infer.pool import Left, Pool, fits, shared
-from modelquirks.planner.infer.rewrites import best_rewrite, tier_of
+from modelquirks.planner.infer.rewrites import best_rewrite, rule_of
 from modelquirks.quirks.recipe import TensorType
 
 __all__ = ["align"]
@@ -21,7 +21,7 @@ def align(
 ) -> list[Claim]:
     lists = lists_of({**stored, **model})
     pool = Pool(
-        [Left(kin, kin.path, proven=kin.path) for kin in kins_of(stored, lists)],
+        [Left(kin, (kin.path,)) for kin in kins_of(stored, lists)],
         kins_of(model, lists),
         model_paths=tuple(tuple(name.split(".")) for name in model),
         ties={name: n for n, group in enumerate(ties) for name in group},
@@ -68,7 +68,7 @@ def by_name(pool: Pool) -> None:
         ]
         if same:
             tier = left.tier
-            why = "same name" if left.path == left.kin.path else "; ".join(left.rules)
+            why = "same name" if left.path == left.kin.path else left.why
             claim = Claim(kin.only(same), source_of(left.kin), tier, why, sources=(left.kin,))
             pool.enter(claim, [left], kin)
 
@@ -77,7 +77,7 @@ def add_stacks(pool: Pool) -> None:
     """Add the forms of families of which one side stacks what the other has one by one."""
     sizes = {k.types[i].shape[0] for k in pool.model for i in k.types if k.types[i].shape}
     forms = [
-        Left(form, form.path, left.tier, left.rules, form.path)
+        Left(form, (form.path,))
         for left in pool.stored
         if left.kin.over is None
         for form in stacks(left.kin, sizes)
@@ -96,9 +96,9 @@ def rewrite(pool: Pool, right: Iterable[Path]) -> None:
         found = best_rewrite(pool, right)
         if found is None:
             return
-        tier = tier_of(found, pool)
+        rule = rule_of(found, pool)
         pool.stored = [
-            left.under(path, str(found.rewrite), tier)
+            left.under(path, rule)
             if (path := found.rewrite(left.path)) is not None
             else left
             for left in pool.stored
@@ -116,7 +116,7 @@ def landed(pool: Pool) -> None:
             if not any(kin is k for k in pool.model) or not any(left is k for k in pool.stored):
                 continue
             if fits(left.kin, kin):
-                enter(pool, left, kin, left.tier, "; ".join(left.rules))
+                enter(pool, left, kin, left.tier, left.why)
 
 
 def enter(
@@ -134,7 +134,7 @@ def enter(
 def split_lists(pool: Pool, sides: str) -> None:
     """Make names of the last index of what is left, where it has few values."""
     pool.stored = [
-        Left(one, _literal_path(left.path, left, one), left.tier, left.rules, _literal_path(left.proven, left, one))
+        Left(one, tuple(_literal_path(name, left, one) for name in left.names), left.rules)
         for left in pool.stored
         for one in (literal(left.kin) if _splits(left.kin, sides, "stored") else [left.kin])
     ]
@@ -161,7 +161,7 @@ def join_lists(pool: Pool) -> None:
     for first, parts in stored.values():
         parent = first.kin.parent
         kin = _rejoined(parent, [p.kin for p in parts])
-        done.append(Left(kin, kin.path, proven=kin.path))
+        done.append(Left(kin, (kin.path,)))
     pool.stored = done
     model: dict[int, list[Kin]] = {}
     kins: list[Kin] = []

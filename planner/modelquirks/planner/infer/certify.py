@@ -6,25 +6,38 @@ on either side is a rival, whatever else was guessed of it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
-from modelquirks.planner.infer.claim import Claim
 from modelquirks.planner.infer.kin import SLOT, Kin, Path
 from modelquirks.planner.infer.pool import Left, Pool, fits
-from modelquirks.planner.infer.rewrites import kept_module, rival_gain, split_ends
-from modelquirks.planner.infer.words import plain, spelt
+from modelquirks.planner.infer.rewrites import kept_module, rival_gain, says_little, split_ends
+from modelquirks.planner.infer.words import contradict, plain, spelt
 from modelquirks.quirks.recipe import Source
 
 __all__ = ["certify"]
 
-_ROLES = {("mlp", "first"): 1, ("mlp", "second"): -1}
+_MOST = 0.6
+"""Of the families under a name, that must go to one other."""
+
+
+class Candidate(NamedTuple):
+    """A claim that is only renamed."""
+
+    number: int
+    left: Left
+    kin: Kin
+    proven: Path
+    """The stored name after the rules that are certain and came first."""
 
 
 def certify(pool: Pool) -> None:
     """Call certain what is proven, until no more is."""
     while True:
-        proven = {*_by_words(pool), *_by_change(pool)}
+        candidates = list(_candidates(pool))
+        proven = {*_by_rules(candidates), *_by_words(candidates, pool)}
+        proven |= {*_by_change(candidates, pool)}
         if not proven:
             return
         for number in proven:
@@ -34,46 +47,82 @@ def certify(pool: Pool) -> None:
             pool.loose_model = [k for k in pool.loose_model if k is not claim.kin]
 
 
-def _candidates(pool: Pool) -> list[tuple[int, Claim, Left, Kin]]:
-    """Return the claims that are only renamed, with what they are about."""
-    return [
-        (number, claim, claim.left, claim.kin)
-        for number, claim in enumerate(pool.claims)
-        if claim.tier == "likely" and claim.left is not None and claim.kin is not None
-        and isinstance(claim.recipe, Source)
-    ]  # fmt: skip
+def _candidates(pool: Pool) -> Iterator[Candidate]:
+    """Yield the claims that are likely, and only renamed."""
+    cover = _Cover(pool)
+    for number, claim in enumerate(pool.claims):
+        left, kin = claim.left, claim.kin
+        if claim.tier != "likely" or left is None or kin is None:
+            continue
+        if isinstance(claim.recipe, Source):
+            yield Candidate(number, left, kin, _proven(left, cover))
 
 
-def _by_words(pool: Pool) -> list[int]:
+class _Cover:
+    """Which names go with which, by all claims."""
+
+    def __init__(self, pool: Pool) -> None:
+        self._pairs = [
+            (c.left.names if c.left is not None else (c.model.path,), c.model.path)
+            for c in pool.claims
+            if c.left is not None or isinstance(c.recipe, Source)
+        ]
+        self._known: dict[tuple[Path, Path], bool] = {}
+
+    def __call__(self, was: Path, now: Path) -> bool:
+        """Tell whether most of what is under either name goes to or comes from the other."""
+        if (was, now) not in self._known:
+            here = [any(n[: len(was)] == was for n in names) for names, _ in self._pairs]
+            there = [path[: len(now)] == now for _, path in self._pairs]
+            both = sum(map(all, zip(here, there, strict=True)))
+            self._known[was, now] = both >= _MOST * max(sum(here), sum(there))
+        return self._known[was, now]
+
+
+def _proven(left: Left, cover: _Cover) -> Path:
+    path = left.names[0]
+    for rule, was, now in zip(left.rules, left.names, left.names[1:], strict=False):
+        head, tail = split_ends(was, now)
+        if rule.tier != "certain":
+            break
+        if rule.covers and not cover(was[: len(was) - tail], now[: len(now) - tail]):
+            break
+        path = now
+    return path
+
+
+def _by_rules(candidates: Sequence[Candidate]) -> list[int]:
+    """Return the claims whose names certain rules make equal."""
+    return [c.number for c in candidates if c.proven == c.kin.path]
+
+
+def _by_words(candidates: Sequence[Candidate], pool: Pool) -> list[int]:
     """Return the claims of which both names say the same in order, and no rival's does."""
     return [
-        number
-        for number, _, left, kin in _candidates(pool)
-        if plain(left.proven) == plain(kin.path)
-        and not _same_but_number(left.proven, kin.path)
-        and not _has_namesake(left, kin, pool)
-        and not _may_turn(left, kin, pool)
-        and not _wrong_role(left, kin)
+        c.number
+        for c in candidates
+        if plain(c.proven) == plain(c.kin.path)
+        and _digits(c.proven) == _digits(c.kin.path)
+        and not _has_namesake(c, pool)
+        and not _may_turn(c, pool)
+        and not _wrong_role(c.kin)
     ]
-
-
-def _same_but_number(was: Path, now: Path) -> bool:
-    """Tell whether the names have numbers that are not the same."""
-    return _digits(was) != _digits(now)
 
 
 def _digits(path: Path) -> list[str]:
     return [w for w in spelt(path) if w.isdigit()]
 
 
-def _has_namesake(left: Left, kin: Kin, pool: Pool) -> bool:
-    mine = _unnumbered(plain(left.proven))
+def _has_namesake(c: Candidate, pool: Pool) -> bool:
+    mine = _unnumbered(plain(c.proven))
     for rival in pool.rival_models():
-        if rival.path != kin.path and fits(left.kin, rival) and not pool.tied(rival, kin):
+        if rival.path != c.kin.path and fits(c.left.kin, rival) and not pool.tied(rival, c.kin):
             if _unnumbered(plain(rival.path)) == mine:
                 return True
     return any(
-        one.path != left.path and fits(one.kin, kin) and _unnumbered(plain(one.proven)) == mine
+        one.names[0] != c.left.names[0]
+        and fits(one.kin, c.kin)
+        and any(_unnumbered(plain(name)) == mine for name in one.names)
         for one in pool.rival_stored()
     )
 
@@ -82,17 +131,17 @@ def _unnumbered(words: Sequence[str]) -> tuple[str, ...]:
     return tuple(word for word in words if not word.isdigit())
 
 
-def _may_turn(left: Left, kin: Kin, pool: Pool) -> bool:
+def _may_turn(c: Candidate, pool: Pool) -> bool:
     """Tell whether the rows may be in another order: queries and keys for rotary positions.
 
     Libraries order them in two ways, and shapes do not tell. Not where the module's own name is
     kept, and not where a stack of layers has learned positions and the names are those of BERT.
     """
-    words = set(plain(kin.path))
-    if not words & {"q", "k", "qk", "qkv"} or left.proven[-2:] == kin.path[-2:]:
+    words = set(plain(c.kin.path))
+    if not words & {"q", "k", "qk", "qkv"} or c.proven[-2:] == c.kin.path[-2:]:
         return False
-    said = {word for segment in left.proven for word in segment.split("_")}
-    return not (said & {"query", "key"} and _has_positions(kin.path, pool))
+    said = {word for segment in c.proven for word in segment.split("_")}
+    return not (said & {"query", "key"} and _has_positions(c.kin.path, pool))
 
 
 def _has_positions(path: Path, pool: Pool) -> bool:
@@ -106,7 +155,7 @@ def _has_positions(path: Path, pool: Pool) -> bool:
     return any({"position", "embed"} <= set(spelt(p)) or "relative" in spelt(p) for p in names)
 
 
-def _wrong_role(left: Left, kin: Kin) -> bool:
+def _wrong_role(kin: Kin) -> bool:
     """Tell whether the first of two linear maps does not widen, or the second not narrow."""
     words = plain(kin.path)
     role = 1 if "first" in words else -1 if "second" in words else 0
@@ -116,25 +165,22 @@ def _wrong_role(left: Left, kin: Kin) -> bool:
     return not all(s is not None and len(s) == 2 and (s[0] - s[1]) * role > 0 for s in shapes)
 
 
-def _by_change(pool: Pool) -> list[int]:
+def _by_change(candidates: Sequence[Candidate], pool: Pool) -> list[int]:
     """Return the claims that change one part of a name as others do, whose modules keep theirs."""
-    groups: dict[tuple[Path, Path, Path], list[tuple[int, Left, Kin, Path]]] = {}
-    for number, _, left, kin in _candidates(pool):
-        was, now = left.proven, kin.path
+    groups: dict[tuple[Path, Path, Path], list[tuple[Candidate, Path]]] = {}
+    for c in candidates:
+        was, now = c.proven, c.kin.path
         head, tail = split_ends(was, now)
-        if not tail:
-            continue
-        change = was[:head], was[head : len(was) - tail], now[head : len(now) - tail]
-        groups.setdefault(change, []).append((number, left, kin, kept_module(was, now)))
+        part, new = was[head : len(was) - tail], now[head : len(now) - tail]
+        module = kept_module(was, now)
+        if module and _digits(was) == _digits(now) and not contradict(part, new):
+            groups.setdefault((was[:head], part, new), []).append((c, module))
+    cover = _Cover(pool)
     found: list[int] = []
-    for group in groups.values():
-        witnesses = [(left, kin) for _, left, kin, module in group if module]
-        if len({module for *_, module in group if module}) < 2:
+    for (head, part, new), group in groups.items():
+        hits = [(replace(c.left, names=(c.proven,)), c.kin) for c, _ in group]
+        if len({module for _, module in group}) < 2 or rival_gain(hits, pool) is not None:
             continue
-        if rival_gain([(replace(l, path=l.proven), k) for l, k in witnesses], pool) is None:
-            found += [number for number, *_, module in group if module]
+        if says_little(*hits[0]) or cover((*head, *part), (*head, *new)):
+            found += [c.number for c, _ in group]
     return found
-
-
-def _taken(claims: Iterable[Claim]) -> list[Claim]:
-    return [claim for claim in claims if claim.tier == "certain"]

@@ -4,14 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from modelquirks.planner.infer.claim import Claim, Tier, least
 from modelquirks.planner.infer.kin import Index, Kin, Path
 
-__all__ = ["Left", "Pool", "fits", "shared"]
+__all__ = ["Left", "Pool", "Rule", "fits", "shared"]
 
 _MIN_SHARE = 0.5
 """Of the members of the larger family, that must be in both."""
+
+
+class Rule(NamedTuple):
+    """A rewrite that was applied, and how sure it is."""
+
+    text: str
+    tier: Tier
+    """``certain``: its witnesses have no rival."""
+    covers: bool = False
+    """It is certain only if it explains most of what there is under both names."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -19,19 +30,28 @@ class Left:
     """A stored family that is left, under the name that the rules so far give it."""
 
     kin: Kin
-    path: Path
-    tier: Tier = "certain"
-    """That of the least sure of those rules."""
-    rules: tuple[str, ...] = ()
+    names: tuple[Path, ...]
+    """Its own name, then that after each rule."""
+    rules: tuple[Rule, ...] = ()
 
-    proven: Path = ()
-    """Its name after the certain rules that came first."""
+    @property
+    def path(self) -> Path:
+        """The name after all rules."""
+        return self.names[-1]
 
-    def under(self, path: Path, rule: str, tier: Tier) -> Left:
-        """Return it under the name that a rule of this tier gives it."""
-        tier = least(self.tier, tier)
-        proven = path if tier == "certain" else self.proven
-        return replace(self, path=path, tier=tier, rules=(*self.rules, rule), proven=proven)
+    @property
+    def tier(self) -> Tier:
+        """That of the least sure of the rules."""
+        return least("certain", *("likely" if r.covers else r.tier for r in self.rules))
+
+    @property
+    def why(self) -> str:
+        """The rules, for people."""
+        return "; ".join(rule.text for rule in self.rules)
+
+    def under(self, path: Path, rule: Rule) -> Left:
+        """Return it under the name that *rule* gives it."""
+        return replace(self, names=(*self.names, path), rules=(*self.rules, rule))
 
 
 def kind_of(dtype: str | None) -> str:

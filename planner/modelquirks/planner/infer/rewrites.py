@@ -11,13 +11,12 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from modelquirks.planner.infer.claim import Tier
 from modelquirks.planner.infer.kin import SLOT, Kin, Path
-from modelquirks.planner.infer.pool import Left, Pool, fits
-from modelquirks.planner.infer.words import likeness, plain, spelt
+from modelquirks.planner.infer.pool import Left, Pool, Rule, fits
+from modelquirks.planner.infer.words import contradict, likeness, plain, spelt
 
 __all__ = [
-    "Rewrite", "best_rewrite", "kept_module", "pairs", "rival_gain", "split_ends", "tier_of",
+    "Rewrite", "best_rewrite", "kept_module", "pairs", "rival_gain", "rule_of", "says_little", "split_ends",
 ]  # fmt: skip
 
 _MAX_PART = 5
@@ -121,7 +120,7 @@ def _parts(left: Left, kin: Kin) -> Iterator[Rewrite]:
     a, b = was[head : len(was) - tail], now[head : len(now) - tail]
     if tail < 1 or max(len(a), len(b)) > _MAX_PART:
         return
-    if a.count(SLOT) != b.count(SLOT):
+    if [x for x in a if _is_index(x)] != [x for x in b if _is_index(x)] or contradict(a, b):
         return
     yield Rewrite(was[: len(was) - tail], now[: len(now) - tail], True)
     for before in (0, 1)[: 1 + min(1, head)]:
@@ -162,23 +161,45 @@ def kept_module(was: Path, now: Path) -> Path:
     return module if any(_tells(segment) for segment in module) else ()
 
 
-def tier_of(found: Found, pool: Pool) -> Tier:
-    """Return ``certain`` if the names that *found* keeps prove it: two, and no other reading.
+def rule_of(found: Found, pool: Pool) -> Rule:
+    """Return the rule: ``certain`` if the names that it keeps prove it, two without a rival.
 
     ``open`` if another reading is as good.
     """
-    kept = {kept_module(left.path, kin.path) for left, kin in found.hits}
     witnesses = [
         (left, kin) for left, kin in found.hits if left.path[:-1][-1:] == kin.path[:-1][-1:]
     ]
-    rival = rival_gain(witnesses, pool) if witnesses else None
-    if rival is not None and rival >= -_CLOSE:
-        return "open"
-    return "likely" if len(kept - {()}) < _MIN_MODULES or rival is not None else "certain"
+    gain = rival_gain(witnesses, pool) if witnesses else None
+    if gain is not None and gain >= -_CLOSE:
+        return Rule(str(found.rewrite), "open")
+    kept = {kept_module(left.path, kin.path) for left, kin in found.hits} - {()}
+    if len(kept) < _MIN_MODULES or gain is not None:
+        return Rule(str(found.rewrite), "likely")
+    return Rule(str(found.rewrite), "certain", not says_little(*found.hits[0]))
+
+
+def says_little(left: Left, kin: Kin) -> bool:
+    """Tell whether a change of names only adds or drops words that any model has anywhere."""
+    head, tail = split_ends(left.path, kin.path)
+    a = plain(left.path[head : len(left.path) - tail])
+    b = plain(kin.path[head : len(kin.path) - tail])
+    more, less = (a, b) if len(a) > len(b) else (b, a)
+    return _inside(less, more) and not [w for w in more if w not in less and w not in _NEUTRAL]
+
+
+_NEUTRAL = frozenset(
+    ("model", "layer", "transformer", "mlp", "attn", "self", "embed", "module", "base", "encoder",
+     "proj", "*")
+)  # fmt: skip
+"""Words that only say where in a model one is, in any model."""
+
+
+def _is_index(segment: str) -> bool:
+    return segment == SLOT or segment.isdigit()
 
 
 def _tells(segment: str) -> bool:
-    return segment != SLOT and not segment.isdigit()
+    return not _is_index(segment)
 
 
 def rival_gain(witnesses: Sequence[tuple[Left, Kin]], pool: Pool) -> float | None:

@@ -11,7 +11,7 @@ from functools import lru_cache
 
 from modelquirks.planner.infer.kin import Path
 
-__all__ = ["digits_of", "likeness", "numberless", "plain", "spelt", "words_of"]
+__all__ = ["contradict", "digits_of", "likeness", "numberless", "plain", "spelt", "words_of"]
 
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[0-9]+|\*")
 
@@ -60,6 +60,20 @@ lambda 1 = weight
 
 _FILLERS = frozenset(("proj", "dense", "linear", "lin", "fc", "weight", "to"))
 """Words that say of what kind something is, not which one it is."""
+
+_EXCLUSIVE = (
+    ({"encoder"}, {"decoder"}),
+    ({"text", "language"}, {"vision", "image", "video"}, {"audio", "speech"}),
+    ({"q"}, {"k"}, {"v"}, {"o"}),
+    ({"gate"}, {"up"}, {"down"}),
+    ({"first"}, {"second"}, {"third"}),
+    ({"in", "input"}, {"out", "output"}),
+    ({"pre", "before"}, {"post", "after"}),
+    ({"left"}, {"right"}),
+    ({"cross"}, {"self"}),
+    ({"high"}, {"low"}),
+)
+"""Words of which one does not become another."""
 
 Table = Mapping[str, Sequence[tuple[tuple[str, ...], tuple[str, ...]]]]
 
@@ -139,6 +153,22 @@ def _unrepeated(words: Sequence[str]) -> list[str]:
 def numberless(path: Path) -> Path:
     """Return a path with every number as ``#``: what differs only in numbers is equal then."""
     return tuple(re.sub(r"[0-9]+", "#", segment) for segment in path)
+
+
+def contradict(was: Path, now: Path) -> bool:
+    """Tell whether a word gives way to one that means something else.
+
+    >>> contradict(("encoder", "layers"), ("decoder", "layers"))
+    True
+    """
+    first, second = set(plain(was)), set(plain(now))
+    gone, come = first - second, second - first
+    for senses in _EXCLUSIVE:
+        for sense in senses:
+            others = set().union(*(o for o in senses if o is not sense))
+            if gone & sense and come & others and not second & sense:
+                return True
+    return False
 
 
 def digits_of(path: Path) -> tuple[int, ...]:
