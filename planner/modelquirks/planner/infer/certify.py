@@ -13,13 +13,13 @@ from typing import NamedTuple
 from modelquirks.planner.infer.kin import SLOT, Kin, Path
 from modelquirks.planner.infer.pool import Left, Pool, fits
 from modelquirks.planner.infer.rewrites import kept_module, rival_gain, says_little, split_ends
-from modelquirks.planner.infer.words import contradict, plain, spelt
+from modelquirks.planner.infer.words import contradict, digits_of, plain, spelt
 from modelquirks.quirks.recipe import Source
 
 __all__ = ["certify"]
 
 _MOST = 0.6
-"""Of the families under a name, that must go to one other."""
+"""Of the families under each of two names, that must go to the other."""
 
 
 class Candidate(NamedTuple):
@@ -67,16 +67,18 @@ class _Cover:
             for c in pool.claims
             if c.left is not None or isinstance(c.recipe, Source)
         ]
-        self._known: dict[tuple[Path, Path], bool] = {}
+        self._known: dict[tuple[Path, Path, str], bool] = {}
 
-    def __call__(self, was: Path, now: Path) -> bool:
-        """Tell whether most of what is under either name goes to or comes from the other."""
-        if (was, now) not in self._known:
-            here = [any(n[: len(was)] == was for n in names) for names, _ in self._pairs]
-            there = [path[: len(now)] == now for _, path in self._pairs]
+    def __call__(self, was: Path, now: Path, following: str) -> bool:
+        """Tell whether most of what has *following* behind one name has it behind the other."""
+        key = was, now, following
+        if key not in self._known:
+            one, other = (*was, following), (*now, following)
+            here = [any(n[: len(one)] == one for n in names) for names, _ in self._pairs]
+            there = [path[: len(other)] == other for _, path in self._pairs]
             both = sum(map(all, zip(here, there, strict=True)))
-            self._known[was, now] = both >= _MOST * max(sum(here), sum(there))
-        return self._known[was, now]
+            self._known[key] = both >= _MOST * max(sum(here), sum(there))
+        return self._known[key]
 
 
 def _proven(left: Left, cover: _Cover) -> Path:
@@ -85,7 +87,7 @@ def _proven(left: Left, cover: _Cover) -> Path:
         head, tail = split_ends(was, now)
         if rule.tier != "certain":
             break
-        if rule.covers and not cover(was[: len(was) - tail], now[: len(now) - tail]):
+        if rule.covers and not cover(was[: len(was) - tail], now[: len(now) - tail], now[-tail]):
             break
         path = now
     return path
@@ -105,7 +107,7 @@ def _by_words(candidates: Sequence[Candidate], pool: Pool) -> list[int]:
         and _digits(c.proven) == _digits(c.kin.path)
         and not _has_namesake(c, pool)
         and not _may_turn(c, pool)
-        and not _wrong_role(c.kin)
+        and not _wrong_role(c, pool)
     ]
 
 
@@ -155,13 +157,23 @@ def _has_positions(path: Path, pool: Pool) -> bool:
     return any({"position", "embed"} <= set(spelt(p)) or "relative" in spelt(p) for p in names)
 
 
-def _wrong_role(kin: Kin) -> bool:
-    """Tell whether the first of two linear maps does not widen, or the second not narrow."""
-    words = plain(kin.path)
+def _wrong_role(c: Candidate, pool: Pool) -> bool:
+    """Tell whether the first of two linear maps does not widen, or the second not narrow.
+
+    A bias has the role of its weight.
+    """
+    words = plain(c.kin.path)
     role = 1 if "first" in words else -1 if "second" in words else 0
     if not role:
         return False
-    shapes = {of.shape for of in kin.types.values()}
+    if c.kin.path[-1] == "bias":
+        return not any(
+            x.tier == "certain" and x.left is not None and x.kin is not None
+            and x.left.names[0] == (*c.left.names[0][:-1], "weight")
+            and x.kin.path == (*c.kin.path[:-1], "weight")
+            for x in pool.claims
+        )  # fmt: skip
+    shapes = {of.shape for of in c.kin.types.values()}
     return not all(s is not None and len(s) == 2 and (s[0] - s[1]) * role > 0 for s in shapes)
 
 
@@ -173,7 +185,7 @@ def _by_change(candidates: Sequence[Candidate], pool: Pool) -> list[int]:
         head, tail = split_ends(was, now)
         part, new = was[head : len(was) - tail], now[head : len(now) - tail]
         module = kept_module(was, now)
-        if module and _digits(was) == _digits(now) and not contradict(part, new):
+        if module and digits_of(was) == digits_of(now) and not contradict(part, new):
             groups.setdefault((was[:head], part, new), []).append((c, module))
     cover = _Cover(pool)
     found: list[int] = []
@@ -181,6 +193,10 @@ def _by_change(candidates: Sequence[Candidate], pool: Pool) -> list[int]:
         hits = [(replace(c.left, names=(c.proven,)), c.kin) for c, _ in group]
         if len({module for _, module in group}) < 2 or rival_gain(hits, pool) is not None:
             continue
-        if says_little(*hits[0]) or cover((*head, *part), (*head, *new)):
-            found += [c.number for c, _ in group]
+        little = says_little(*hits[0])
+        found += [
+            c.number
+            for c, module in group
+            if little or cover((*head, *part), (*head, *new), module[0])
+        ]
     return found
