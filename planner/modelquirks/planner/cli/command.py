@@ -56,6 +56,7 @@ _COMMANDS = {
     "plan": _Entry("plan", "plan where every tensor goes, then load exactly that"),
     "explain": _Entry("explain", "say why something is where it is, and what would change it"),
     "execute": _Entry("execute", "load what a plan made earlier says"),
+    "infer": _Entry("infer", "propose the rules that map a checkpoint's names to a model's"),
     "plugins": _Entry("plugins", "say which plugins there are and what they give"),
 }
 

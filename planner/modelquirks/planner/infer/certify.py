@@ -29,7 +29,7 @@ class Candidate(NamedTuple):
     left: Left
     kin: Kin
     proven: Path
-    """The stored name after the rules that are certain and came first."""
+    """The stored name, or what the rules make of it that are certain and come first."""
 
 
 def certify(pool: Pool) -> None:
@@ -55,7 +55,8 @@ def _candidates(pool: Pool) -> Iterator[Candidate]:
         if claim.tier != "likely" or left is None or kin is None:
             continue
         if isinstance(claim.recipe, Source):
-            yield Candidate(number, left, kin, _proven(left, cover))
+            for name in _proven(left, cover):
+                yield Candidate(number, left, kin, name)
 
 
 class _Cover:
@@ -81,16 +82,16 @@ class _Cover:
         return self._known[key]
 
 
-def _proven(left: Left, cover: _Cover) -> Path:
-    path = left.names[0]
+def _proven(left: Left, cover: _Cover) -> Iterator[Path]:
+    """Yield the stored name, and that after each rule until one is not certain."""
+    yield left.names[0]
     for rule, was, now in zip(left.rules, left.names, left.names[1:], strict=False):
         head, tail = split_ends(was, now)
         if rule.tier != "certain":
             break
         if rule.covers and not cover(was[: len(was) - tail], now[: len(now) - tail], now[-tail]):
             break
-        path = now
-    return path
+        yield now
 
 
 def _by_rules(candidates: Sequence[Candidate]) -> list[int]:

@@ -222,7 +222,7 @@ def rival_gain(witnesses: Sequence[tuple[Left, Kin]], pool: Pool) -> float | Non
                     heads.add(("model", head))
                     gain["model", head] = likeness(spelt(mine, True), spelt(head, True), {}) - near
         for one in stored:
-            if one.path[-tail:] == ending and one.path != left.path and fits(one.kin, kin):
+            if one.path[-tail:] == ending and one.kin.full != left.kin.full and fits(one.kin, kin):
                 head = one.path[:-tail]
                 if not _excluded(its, mine, head):
                     heads.add(("stored", head))

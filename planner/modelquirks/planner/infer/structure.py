@@ -83,7 +83,10 @@ def splits(pool: Pool, *, named: bool) -> None:
         begin = 0
         for part, size in zip(parts, sizes, strict=True):
             node: Node = source_of(left.kin)
-            node = Slice(node, whole.dim, begin, begin + size)
+            if len(set(sizes)) == 1:
+                node = Chunk(node, whole.dim, len(parts), begin // size)
+            else:
+                node = Slice(node, whole.dim, begin, begin + size)
             begin += size
             if part.over is not None:
                 node = Select(node, "{e}", 0)
