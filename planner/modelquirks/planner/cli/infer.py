@@ -16,7 +16,7 @@ from modelquirks.planner.cli.plugins import add_no_plugin, load_registry
 from modelquirks.planner.cli.report import SCHEMA, counted, summary, write_json
 from modelquirks.planner.cli.terminal import Terminal, note, progress
 from modelquirks.planner.infer.inference import Inference, infer
-from modelquirks.planner.infer.quirkfile import quirk_text, test_text
+from modelquirks.planner.infer.quirkfile import quirk_text, text_of_test
 from modelquirks.planner.infer.sides import Side, side_of, types_of
 from modelquirks.planner.mapping.conversions import rule_text
 from modelquirks.quirks.record import Alias
@@ -153,7 +153,7 @@ def _write(path: Path, found: Inference, manifest: Manifest) -> None:
         note("warning", f"there is no rule to write, so {str(path)!r} was not written")
         return
     path.write_text(quirk_text(found, manifest.config, path.stem), encoding="utf-8")
-    test = test_text(found, manifest.config, path.stem, path.stem)
+    test = text_of_test(found, manifest.config, path.stem, path.stem)
     _test_path(path).write_text(test, encoding="utf-8")
     note("hint", f"{str(path)!r} and {_test_path(path).name!r} are written: check what is likely, "
          "run the test, and install it as a plugin (docs/infer.md)")  # fmt: skip

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from modelquirks.planner.infer.certify import certify
 from modelquirks.planner.infer.claim import Claim, Tier, source_of
+from modelquirks.planner.infer.doubts import doubt, turned
 from modelquirks.planner.infer.kin import Kin, Path, kins_of, lists_of, literal, stacks
 from modelquirks.planner.infer.pool import Left, Pool, fits, shared
 from modelquirks.planner.infer.rewrites import best_rewrite, rule_of
@@ -28,6 +29,7 @@ def align(
     )
     by_name(pool)
     right = [c.model.path for c in pool.claims]
+    turned(pool)
     add_stacks(pool)
     from modelquirks.planner.infer import guesses, structure
 
@@ -52,6 +54,7 @@ def align(
         guesses.assign(pool, at_least=0.0)
         join_lists(pool)
     certify(pool)
+    doubt(pool)
     return pool.claims
 
 
@@ -62,10 +65,7 @@ def by_name(pool: Pool) -> None:
         kin = models.get(left.path)
         if kin is None or left.kin.over is not None or kin.over is not None:
             continue
-        same = [
-            i for i in shared(left.kin, kin)
-            if left.kin.types[i].shape == kin.types[i].shape
-        ]
+        same = [i for i in shared(left.kin, kin) if left.kin.types[i].shape == kin.types[i].shape]
         if same:
             tier = left.tier
             why = "same name" if left.path == left.kin.path else left.why
@@ -82,8 +82,13 @@ def add_stacks(pool: Pool) -> None:
         if left.kin.over is None
         for form in stacks(left.kin, sizes)
     ]
-    sizes = {k.types[i].shape[0] for left in pool.stored for k in [left.kin] for i in k.types
-             if k.types[i].shape}
+    sizes = {
+        k.types[i].shape[0]
+        for left in pool.stored
+        for k in [left.kin]
+        for i in k.types
+        if k.types[i].shape
+    }
     model = [form for kin in pool.model if kin.over is None for form in stacks(kin, sizes)]
     pool.stored += forms
     pool.model += model
@@ -98,9 +103,7 @@ def rewrite(pool: Pool, right: Iterable[Path]) -> None:
             return
         rule = rule_of(found, pool)
         pool.stored = [
-            left.under(path, rule)
-            if (path := found.rewrite(left.path)) is not None
-            else left
+            left.under(path, rule) if (path := found.rewrite(left.path)) is not None else left
             for left in pool.stored
         ]
         landed(pool)

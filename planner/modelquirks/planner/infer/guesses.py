@@ -78,7 +78,13 @@ def assign(pool: Pool, *, at_least: float) -> None:
         tier: Tier = "open" if regret < _CLOSE else "likely"
         for left, kin in _partners(lefts[rows[row]], kins[columns[column]]):
             if any(left is one for one in pool.stored) and any(kin is k for k in pool.model):
-                enter(pool, left, kin, tier, f"its name is the most alike ({table[row][column]:.2f}) of those of its shape")
+                enter(
+                    pool,
+                    left,
+                    kin,
+                    tier,
+                    f"its name is the most alike ({table[row][column]:.2f}) of those of its shape",
+                )
 
 
 def _table(

@@ -58,9 +58,7 @@ class Inference:
 
     def count(self, tier: Tier) -> int:
         """Return the number of the model's tensors whose reading is that sure."""
-        return sum(
-            len(c.model) * max(1, c.model.count) for c in self.claims if c.tier == tier
-        )
+        return sum(len(c.model) * max(1, c.model.count) for c in self.claims if c.tier == tier)
 
     def to_json(self) -> dict[str, Any]:
         """Return the proposals as plain data."""

@@ -10,10 +10,10 @@ from modelquirks.planner.infer.inference import Inference
 from modelquirks.planner.infer.rules import Rule
 from modelquirks.quirks.family import group, show
 from modelquirks.quirks.pattern import Pattern
-from modelquirks.quirks.recipe import Source, nodes, sources
+from modelquirks.quirks.recipe import nodes, sources
 from modelquirks.quirks.record import Alias, Convert, Match, ModelQuirks
 
-__all__ = ["quirk_text", "record_of", "test_text"]
+__all__ = ["quirk_text", "record_of", "text_of_test"]
 
 _MAX_MATCHED = 3
 """Stored names that a checkpoint must have to be of this kind, where no config tells."""
@@ -110,7 +110,7 @@ def _call(value: object) -> str:
     return f"Match({', '.join(f'{key}={found!r}' for key, found in given if found)})"
 
 
-def test_text(found: Inference, config: Mapping[str, Any], name: str, module: str) -> str:
+def text_of_test(found: Inference, config: Mapping[str, Any], name: str, module: str) -> str:
     """Return a test of the record that needs no torch and no file: names in, names out."""
     record = record_of(found, config, name)
     stored = [family.names[0] for family in group(found.stored).values()]
@@ -145,5 +145,3 @@ def test_stored_names_get_the_names_of_the_model(stored):
 def test_conversions_make_what_the_model_wants():
     assert sorted(convert.target for convert in RECORD.conversions) == {made!r}
 '''
-
-_ = Source

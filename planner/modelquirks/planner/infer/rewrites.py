@@ -242,4 +242,3 @@ def _inside(small: Sequence[str], large: Sequence[str]) -> bool:
     """Tell whether the words of *small* are all in *large*, in order."""
     rest = iter(large)
     return all(word in rest for word in small)
-

@@ -58,9 +58,7 @@ def rules_of(claims: Iterable[Claim], stored: Iterable[str] = ()) -> tuple[Rule,
     return tuple(rules)
 
 
-def _cover(
-    renamed: Mapping[str, str], fixed: Iterable[str]
-) -> list[tuple[Alias, tuple[str, ...]]]:
+def _cover(renamed: Mapping[str, str], fixed: Iterable[str]) -> list[tuple[Alias, tuple[str, ...]]]:
     """Return aliases that rename all as they should be, and what each is the first to rename."""
     fixed = [*fixed]
     candidates: dict[Alias, set[str]] = {}
@@ -88,7 +86,9 @@ def _aliases(name: str, target: str) -> Iterable[Alias]:
         if n and was[-n] != now[-n]:
             return
         end = ["**"] if n else []
-        alias = Alias(".".join([*was[: len(was) - n], *end]), ".".join([*now[: len(now) - n], *end]))
+        alias = Alias(
+            ".".join([*was[: len(was) - n], *end]), ".".join([*now[: len(now) - n], *end])
+        )
         if alias.stored != alias.model and not list(alias_faults(alias)):
             yield alias
 

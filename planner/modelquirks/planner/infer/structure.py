@@ -48,7 +48,10 @@ def apart(pool: Pool, *, named: bool) -> None:
 def joins(pool: Pool, *, named: bool) -> None:
     """Claim the model's tensors that are stored in parts; with *named* only where names say so."""
     found = [
-        w for kin in pool.model for w in _wholes(kin, pool.stored, pool.joined) if w.named or not named
+        w
+        for kin in pool.model
+        for w in _wholes(kin, pool.stored, pool.joined)
+        if w.named or not named
     ]
     for whole in _best_first(found):
         kin, parts = whole.whole, whole.parts
@@ -70,7 +73,12 @@ def joins(pool: Pool, *, named: bool) -> None:
 
 def splits(pool: Pool, *, named: bool) -> None:
     """Claim the model's tensors that are parts of a stored one; as :func:`joins`."""
-    found = [w for left in pool.stored for w in _wholes(left, pool.model, pool.joined) if w.named or not named]
+    found = [
+        w
+        for left in pool.stored
+        for w in _wholes(left, pool.model, pool.joined)
+        if w.named or not named
+    ]
     for whole in _best_first(found):
         left, parts = whole.whole, whole.parts
         if not any(left is s for s in pool.stored) or not all(
@@ -167,7 +175,9 @@ def _adds_up(whole: Kin, parts: Sequence[Kin], dim: int) -> bool:
     return any(all(i in p.types for p in parts) for i in whole.types)
 
 
-def _ordered(whole: Left | Kin, parts: Sequence[Left | Kin], dim: int, at: int, rest: Path) -> Whole:
+def _ordered(
+    whole: Left | Kin, parts: Sequence[Left | Kin], dim: int, at: int, rest: Path
+) -> Whole:
     """Return the parts in the order that the names say, or the usual one."""
     own = [_word(p.path[-at]) for p in parts]
     common = set.intersection(*map(set, own))
@@ -182,7 +192,8 @@ def _ordered(whole: Left | Kin, parts: Sequence[Left | Kin], dim: int, at: int, 
         fused, own = ["", "new"], [words or ("",) for words in own]
     near = likeness(spelt(rest, True), spelt(whole.path, True), {})
     same = spelt((*rest, *sorted(common)), True) == spelt(whole.path, True) or (
-        sorted(spelt((*rest, *sorted(common)), True)) == sorted(spelt(whole.path, True)))
+        sorted(spelt((*rest, *sorted(common)), True)) == sorted(spelt(whole.path, True))
+    )
     orders = [fused, *map(list, _USUAL)]
     for number, order in enumerate(orders):
         places = [next((order.index(w) for w in words if w in order), -1) for words in own]
@@ -191,7 +202,9 @@ def _ordered(whole: Left | Kin, parts: Sequence[Left | Kin], dim: int, at: int, 
             labelled = number == 0
             usual = number == 1 and {"q", "k", "v"} >= {w for o in own for w in o}
             score = near + (1.0 if labelled else 0.5) + 0.1 * len(parts)
-            return Whole(whole, tuple(chosen), dim, score, labelled or number in (1, 3, 4), labelled or same)
+            return Whole(
+                whole, tuple(chosen), dim, score, labelled or number in (1, 3, 4), labelled or same
+            )
     return Whole(whole, tuple(parts), dim, near, False, False)
 
 
