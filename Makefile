@@ -12,7 +12,7 @@ DOWNLOAD := $(BIN)/python -m pip download -qq --disable-pip-version-check --no-d
 # pyright's wheel holds pyright itself, so it need not ask the network for a newer one.
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
-.PHONY: help setup test demo docs lint check clean
+.PHONY: help setup test demo docs lint check browser clean
 .DEFAULT_GOAL := help
 
 help:
@@ -22,6 +22,7 @@ help:
 	@echo "make docs    the documentation, to docs/_build/html; a warning is an error"
 	@echo "make lint    ruff, mypy and pyright"
 	@echo "make check   lint, then test"
+	@echo "make browser install Chromium, for tests that look at pages (Debian, as root)"
 	@echo "make clean   remove $(VENV) and caches"
 
 setup: $(STAMP)
@@ -59,6 +60,10 @@ lint: $(STAMP)
 	$(BIN)/pyright
 
 check: lint test
+
+browser:
+	@command -v chromium >/dev/null || { \
+	  apt-get -qq update && apt-get -qq install -y --no-install-recommends chromium; }
 
 clean:
 	rm -rf $(VENV) dist docs/_build docs/reference/generated .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -36,6 +36,8 @@ PACKAGES = {
     "modelquirks.planner.placement.workload": "What a model is asked to do",
     "modelquirks.planner.checkpoint.manifest": "What a checkpoint holds",
     "modelquirks.planner.checkpoint.opened": "Formats of your own",
+    "modelquirks.planner.execution.stream": "Weights one after another",
+    "modelquirks.plugins.testing": "Testing quirks",
 }
 """Module → title of its page in the reference."""
 

@@ -1,4 +1,4 @@
-"""A package of somebody else's, installed into a fresh environment, takes part in a plan."""
+"""Packages of somebody else's, installed into a fresh environment, take part in a plan."""
 
 from __future__ import annotations
 
@@ -75,6 +75,20 @@ def commands(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
+def novel(commands: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of a package that the installed command has made, installed editable."""
+    folder = tmp_path_factory.mktemp("novel")
+    made = called(commands / "modelquirks", "plugins", "new", "novel", "--into", folder)
+    assert made.returncode == 0, made.stderr
+    options = ("--no-index", "--no-deps", "--no-build-isolation", "--disable-pip-version-check")
+    package = folder / "modelquirks-novel"
+    pip = (commands / "python", "-m", "pip")
+    installed = called(*pip, "install", *options, "--editable", package)
+    assert installed.returncode == 0, installed.stderr
+    return package
+
+
+@pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("acme") / "checkpoint"
     code = folder.with_name("code")
@@ -141,3 +155,14 @@ def test_without_the_quirk_the_same_plan_is_refused(
     code, report = plan(commands, checkpoint, option, "acme")
     assert report["quirks"] == []
     assert (code, report["ok"]) == (1, False)
+
+
+def test_a_new_package_registers_and_passes_its_own_tests(commands: Path, novel: Path) -> None:
+    done = called(commands / "modelquirks", "plugins", "show", "novel", "--json")
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["plugins"][0]["distribution"] == "modelquirks-novel"
+    assert report["records"][0]["name"] == "novel"
+    tests = called(commands / "python", "-m", "pytest", "-q", "-p", "no:cacheprovider", novel)
+    assert tests.returncode == 0, tests.stdout
+    assert "3 passed" in tests.stdout

@@ -124,6 +124,8 @@ def test_the_wheel_holds_the_namespace_and_nothing_else(wheel: zipfile.ZipFile) 
     typed = {Path("modelquirks", layer, "py.typed") for layer in LAYERS}
     assert packaged >= expected | typed
     assert {name for name in packaged if name.suffix == ".py"} == expected
+    pages = {Path("modelquirks/planner/report", name) for name in ("page.css", "page.js")}
+    assert packaged >= pages
 
 
 def test_the_wheel_announces_the_plugins(wheel: zipfile.ZipFile) -> None:
@@ -188,7 +190,10 @@ def test_type_checkers_see_the_public_names_of_quirks() -> None:
     assert seen == set(import_module("modelquirks.quirks").__all__)
 
 
-STEPS = ("checkpoint", "model", "mapping", "placement", "plan", "execution", "dispatcher", "dropin")
+STEPS = (
+    *("checkpoint", "hub", "opening", "model", "mapping", "placement", "plan"),
+    *("execution", "dispatcher", "dropin"),
+)
 """The planner's own way through, in order; finding, dtypes and names serve all, cli may use all."""
 
 

@@ -169,7 +169,10 @@ def imported(*words: str, cwd: Path) -> set[str]:
     return set(done.stderr.splitlines()[-1].split())
 
 
-@pytest.mark.parametrize("words", [["--help"], ["inspect", "--help"], ["plan", "--help"]])
+@pytest.mark.parametrize(
+    "words",
+    [["--help"], ["inspect", "--help"], ["plan", "--help"], ["export", "--help"]],
+)
 def test_help_imports_neither_torch_nor_accelerate_nor_rich(home: Path, words: list[str]) -> None:
     roots = imported(*words, cwd=home)
     assert "modelquirks" in roots
@@ -183,6 +186,9 @@ def test_help_imports_neither_torch_nor_accelerate_nor_rich(home: Path, words: l
         ["inspect", "tiny", "--json"],
         ["plan", "tiny", "--dry-run"],
         ["plan", "tiny", "--dry-run", "--json", "--max-memory", "0=1GiB,cpu=1GiB,disk"],
+        ["inspect", "tiny", "--html", "tiny.html"],
+        ["plan", "tiny", "--dry-run", "--html", "tiny.html"],
+        ["diff", "tiny", "tiny", "--html", "tiny.html"],
         ["plugins", "list"],
     ],
 )
@@ -193,7 +199,10 @@ def test_what_needs_no_model_imports_no_torch(home: Path, words: list[str]) -> N
 # Calls
 
 
-@pytest.mark.parametrize("command", [(), ("inspect",), ("plan",), ("execute",), ("plugins",)])
+@pytest.mark.parametrize(
+    "command",
+    [(), ("inspect",), ("plan",), ("diff",), ("execute",), ("export",), ("plugins",)],
+)
 def test_every_command_has_help(home: Path, command: tuple[str, ...]) -> None:
     done = modelquirks(*command, "--help", cwd=home)
     assert (done.returncode, done.stderr) == (0, "")

@@ -465,6 +465,15 @@ def test_proposal_that_would_take_too_many_aliases_is_not_made() -> None:
     assert len(audit.missing) == 40 and not audit.suggestions
 
 
+def test_no_alias_is_proposed_that_only_a_shape_speaks_for() -> None:
+    """An embedding and the output head have one shape: either stored one could be either."""
+    wanted = {"model.embed.weight": (8, 4), "lm_head.weight": (8, 4), "model.norm.weight": (4,)}
+    stored: dict[str, TensorType | Shape] = {"tok.weight": (8, 4), "out.weight": (8, 4)}
+    assert not derived(stored, wanted).audit.suggestions
+    one = derived(stored | {"core.norm.weight": (4,)}, wanted).audit.suggestions
+    assert [found.option for found in one] == ["--alias 'core.**=model.**'"]
+
+
 SIMPLE = st.sampled_from(("a", "b", "c"))
 LAYERS = st.integers(0, 1)
 STORED = st.one_of(

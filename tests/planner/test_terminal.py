@@ -13,7 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from modelquirks.planner.cli.terminal import Column, Styled, Terminal, clean, note, wants_colour
+from modelquirks.planner.cli.terminal import Column, Styled, Terminal, note, wants_colour
+from modelquirks.planner.wording import clean
 
 PLAIN: Mapping[str, str] = {"COLUMNS": "80"}
 

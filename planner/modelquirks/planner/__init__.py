@@ -15,17 +15,20 @@ if TYPE_CHECKING:
     from modelquirks.planner.dropin_maps import get_balanced_memory, infer_auto_device_map
     from modelquirks.planner.execution.execute import ExecutionError
     from modelquirks.planner.model.from_module import skeleton_of
+    from modelquirks.planner.opening import HubOptions, open_checkpoint
     from modelquirks.planner.plan import Plan, PlanError
 
 __all__ = [
     "CheckpointError",
     "Dispatcher",
     "ExecutionError",
+    "HubOptions",
     "Plan",
     "PlanError",
     "get_balanced_memory",
     "infer_auto_device_map",
     "load_checkpoint_and_dispatch",
+    "open_checkpoint",
     "open_manifest",
     "skeleton_of",
 ]
@@ -34,11 +37,13 @@ _HOMES = {
     "CheckpointError": "checkpoint.open",
     "Dispatcher": "dispatcher",
     "ExecutionError": "execution.execute",
+    "HubOptions": "opening",
     "Plan": "plan",
     "PlanError": "plan",
     "get_balanced_memory": "dropin_maps",
     "infer_auto_device_map": "dropin_maps",
     "load_checkpoint_and_dispatch": "dropin",
+    "open_checkpoint": "opening",
     "open_manifest": "checkpoint.open",
     "skeleton_of": "model.from_module",
 }

@@ -7,9 +7,10 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from modelquirks.planner.adapter.adapter import Adapter, open_adapter
+from modelquirks.planner.adapter.joint import Joint
 from modelquirks.planner.checkpoint.fingerprint import layout_digest
-from modelquirks.planner.checkpoint.manifest import Manifest
-from modelquirks.planner.checkpoint.open import open_manifest
+from modelquirks.planner.checkpoint.manifest import MARK, Manifest
 from modelquirks.planner.checkpoint.openoptions import AS_USUAL, OpenOptions, Weights
 from modelquirks.planner.collector import collector_paused
 from modelquirks.planner.dtypes import from_torch
@@ -22,9 +23,10 @@ from modelquirks.planner.mapping.nearest import closest
 from modelquirks.planner.mapping.offers import Offers, find_offers
 from modelquirks.planner.mapping.remarks import dtype_unknown, packing_unseen, without_model
 from modelquirks.planner.mapping.requests import idle_aliases, idle_requests
-from modelquirks.planner.mapping.ties import tie_groups
+from modelquirks.planner.mapping.ties import TieGroup, tie_groups
 from modelquirks.planner.model.build import model_config
-from modelquirks.planner.model.skeleton import Skeleton
+from modelquirks.planner.model.skeleton import ModelTensor, Skeleton
+from modelquirks.planner.opening import NO_HUB, HubOptions, open_checkpoint
 from modelquirks.planner.placement.machine import Machine
 from modelquirks.planner.placement.refusals import refusals
 from modelquirks.planner.placement.workload import Workload
@@ -39,6 +41,7 @@ from modelquirks.quirks.resolve import Facts, Resolution, resolve
 if TYPE_CHECKING:
     import torch
 
+    from modelquirks.planner.export.exportreport import ExportReport
     from modelquirks.quirks.library import LibraryRules
 
 __all__ = ["Dispatcher", "OptionError"]
@@ -88,10 +91,17 @@ class Dispatcher:
         expert_frequencies: Mapping[str, Sequence[float]] | None = None,
         weights: Weights | None = None,
         tag: str | None = None,
+        adapter: str | Path | Adapter | Sequence[str | Path] | None = None,
+        merge_adapter: bool = False,
+        revision: str | None = None,
+        token: str | bool | None = None,
+        subfolder: str = "",
     ) -> Plan:
         """Return the plan for loading *checkpoint* into *model*; headers are all that is read.
 
-        *checkpoint* is a folder, a weight file or an index, or what ``open_manifest`` made of one.
+        *checkpoint* is a folder, a weight file or an index, or what ``open_manifest`` made of one;
+        or a repository on the hub, ``org/name``, of which *revision* and *subfolder* may be named,
+        and which *token* opens (docs/hub.md).
         Without *model* the plan shows what
         is stored and where it would fit, and cannot be executed. *device_map* is ``auto``,
         ``balanced``, ``balanced_low_0``, ``sequential``, a mapping, or None (no dispatch).
@@ -104,7 +114,8 @@ class Dispatcher:
         was measured. Stacked experts that are offloaded are brought one by one, and placed in that
         knowledge, unless *expert_offload* is False. *dtype* is a
         torch dtype or its name, ``auto`` (as stored), or None (as the model has it). *aliases*
-        are ``"stored=model"`` patterns, *ties* ``"a=b"`` names that share one tensor. Records
+        are ``"stored=model"`` patterns (``"adapter:stored=model"``: of the adapter
+        alone), *ties* ``"a=b"`` names that share one tensor. Records
         named in *quirks* apply even if they do not match, those in *no_quirks* never. Model
         tensors that fit a pattern of *allow_missing* may be missing. Below *min_coverage* (0 to
         1) the plan is not usable, nor where packed weights would have to become plain ones without
@@ -112,18 +123,26 @@ class Dispatcher:
         in the dtype of ``training``, *tag* which of its saved states is meant; the plan keeps the
         choice.
 
+        *adapter* is the folder of a PEFT adapter to be planned together with its base, which is
+        *checkpoint*: with *merge_adapter* its changes are part of the recipes of the weights, as
+        PEFT's ``merge_and_unload`` would make them; without, *model* is a PEFT model, and its
+        names for both are filled. One at a time.
+
         Raises :class:`~modelquirks.planner.checkpoint.open.CheckpointError` if there is nothing to
         read, ValueError for options that mean nothing. Everything else is in the plan.
         """
-        manifest = self._manifest(checkpoint, OpenOptions(weights, tag))
+        hub = HubOptions(revision, token, subfolder)
+        manifest = base = self.manifest(checkpoint, OpenOptions(weights, tag), hub)
         skeleton = _skeleton(model)
-        library = self._library(model, skeleton)
+        of_adapter, of_base = _apart(aliases)
+        renames = [_alias(alias) for alias in of_base]
+        joint = self._joint(adapter, base, skeleton, of_adapter, merge=merge_adapter)
+        library = self._library(model, skeleton, joint)
         config = _config(manifest, skeleton)
-        renames = [_alias(alias) for alias in aliases]
         resolution = resolve(
             self.registry.records,
             Facts(config, tuple(manifest.families.values()), manifest.container),
-            known=() if skeleton is None else skeleton.wanted,
+            known=_wanted(skeleton, joint),
             aliases=renames,
             force=quirks,
             exclude=no_quirks,
@@ -131,22 +150,27 @@ class Dispatcher:
         )
         if skeleton is not None:
             skeleton.take_families(manifest)
-        wanted = {} if skeleton is None else skeleton.wanted
+        wanted = _wanted(skeleton, joint)
         offers = find_offers(resolution, config, wanted, self.registry.schemes, _types_of(manifest))
+        if joint is not None:
+            manifest, offers = joint.manifest, joint.offers(offers)
         allowed = tuple(str(Pattern(text)) for text in allow_missing)
         waivers = Waivers(missing=allowed, dequantize=dequantize)
-        tied: list[tuple[str, ...]] = []
+        groups: Sequence[TieGroup] = ()
         derived: Derived | None = None
         if skeleton is not None:
-            tied += [_tie(tie, skeleton.wanted) for tie in ties]
+            tied = [_tie(tie, skeleton.wanted) for tie in ties]
+            groups = tie_groups(skeleton, resolution, config, tied)
             derived = derive(
                 manifest,
                 skeleton,
                 offers,
                 resolution,
-                ties=tie_groups(skeleton, resolution, config, tied),
+                ties=groups if joint is None else joint.ties(groups),
                 schemes=self.registry.schemes,
-                dtype=DtypeRule.of(_dtype(dtype), skeleton, _kept(resolution), offers.companions),
+                dtype=DtypeRule.of(
+                    _dtype(dtype), skeleton, _kept(resolution), _own_dtype(offers, joint)
+                ),
                 waivers=waivers,
             )
         no_split = {c for record in resolution.records() for c in record.no_split}
@@ -163,12 +187,14 @@ class Dispatcher:
             expert_offload=expert_offload,
             experts_indexed=callable(getattr(model, "set_experts_implementation", None)),
         )
-        placement = placement_of(manifest, skeleton, derived, offers, config, request)
+        placement = placement_of(
+            base if skeleton is None else manifest, skeleton, derived, offers, config, request
+        )
         audit = EMPTY_AUDIT if derived is None else derived.audit
         return Plan(
             root=manifest.root,
             path=manifest.path,
-            checkpoint=manifest.to_json(),
+            checkpoint=base.to_json(),
             shards=manifest.shards,
             layout=layout_digest(manifest.readable),
             opening=manifest.options,
@@ -181,6 +207,7 @@ class Dispatcher:
             compare=() if derived is None else derived.compare,
             findings=(
                 *self._findings(resolution, audit, min_coverage),
+                *_about_adapter(joint, base, groups, offers, has_model=skeleton is not None),
                 *idle_aliases(renames, resolution),
                 *idle_requests(
                     skeleton,
@@ -198,36 +225,98 @@ class Dispatcher:
                 dispatch=device_map is not None,
                 expert_offload=expert_offload,
             ),
+            adapter=None if joint is None else joint.facts,
+            origin=manifest.origin,
             registry=self.registry,
         )
+
+    def export(
+        self,
+        checkpoint: str | Path | Manifest,
+        out: str | Path,
+        *,
+        weights: Weights | None = None,
+        tag: str | None = None,
+        **options: Any,
+    ) -> ExportReport:
+        """Write *checkpoint* to the folder *out* as sharded safetensors, and read it back.
+
+        Under the names that are stored, or with ``model=`` as the model wants it. *weights* and
+        *tag* are those of :meth:`plan`, the other arguments those of
+        :func:`modelquirks.planner.export.perform.export`, which says what is raised.
+        """
+        from modelquirks.planner.export.perform import export
+
+        chosen = OpenOptions(weights, tag)
+        return export(checkpoint, out, registry=self.registry, options=chosen, **options)
 
     def model(self, checkpoint: str | Path | Manifest) -> torch.nn.Module | None:
         """Return the model that the config.json of *checkpoint* describes, without weights.
 
         None if no plugin builds it; no code that comes with the checkpoint is run.
         """
-        manifest = self._manifest(checkpoint)
+        manifest = self.manifest(checkpoint)
         built = self.registry.model(model_config(manifest), manifest.root)
         return None if built is None else built[0]
 
-    def _manifest(
-        self, checkpoint: str | Path | Manifest, options: OpenOptions = AS_USUAL
+    def manifest(
+        self,
+        checkpoint: str | Path | Manifest,
+        options: OpenOptions = AS_USUAL,
+        hub: HubOptions = NO_HUB,
     ) -> Manifest:
+        """Return what *checkpoint* holds; one that is open already is given back.
+
+        OptionError if something is to be chosen of one that is open.
+        """
         if not isinstance(checkpoint, Manifest):
-            return open_manifest(checkpoint, lambda: self.registry, options)
-        if options:
+            return open_checkpoint(checkpoint, lambda: self.registry, options, hub=hub)
+        if options or hub:
+            told = " and ".join(filter(None, (options.told(), hub.told())))
             raise OptionError(
-                f"{options.told()}: the checkpoint is open already; give them to open_manifest"
+                f"{told}: the checkpoint is open already; give them to open_checkpoint"
             )
         return checkpoint
 
+    def _joint(
+        self,
+        adapter: str | Path | Adapter | Sequence[str | Path] | None,
+        base: Manifest,
+        skeleton: Skeleton | None,
+        aliases: Sequence[Alias],
+        *,
+        merge: bool,
+    ) -> Joint | None:
+        """Return *adapter* with its base; OptionError for what cannot be asked for."""
+        if adapter is None:
+            if merge or aliases:
+                what = "to merge" if merge else f"for the alias {aliases[0].stored!r}"
+                raise OptionError(f"there is no adapter {what}: give one, with --adapter")
+            return None
+        if not isinstance(adapter, str | Path | Adapter):
+            if len(adapter) != 1:
+                raise OptionError(
+                    f"{len(adapter)} adapters: one at a time is planned with its base. Merge the "
+                    "first, save the result, and merge the next into that; or let PEFT join them "
+                    "(add_weighted_adapter)"
+                )
+            adapter = adapter[0]
+        if not isinstance(adapter, Adapter):
+            adapter = open_adapter(adapter, lambda: self.registry)
+        return Joint(adapter, base, skeleton, merge, aliases)
+
     def _library(
-        self, model: torch.nn.Module | Skeleton | None, skeleton: Skeleton | None
+        self,
+        model: torch.nn.Module | Skeleton | None,
+        skeleton: Skeleton | None,
+        joint: Joint | None,
     ) -> tuple[LibraryRules, Origin] | None:
         """Return the rules of the library that *model* comes from, and which plugin gives them."""
         if skeleton is None or isinstance(model, Skeleton):
             return None
-        return self.registry.library(model, skeleton.wanted.keys())
+        if joint is not None:
+            model = joint.inner(model)
+        return self.registry.library(model, _wanted(skeleton, joint).keys())
 
     def _findings(
         self, resolution: Resolution, audit: Audit, min_coverage: float | None
@@ -257,6 +346,38 @@ def _skeleton(model: torch.nn.Module | Skeleton | None) -> Skeleton | None:
     return skeleton_of(model)
 
 
+def _wanted(skeleton: Skeleton | None, joint: Joint | None) -> Mapping[str, ModelTensor]:
+    """Return what the checkpoint has to provide: with an adapter, under the names of its base."""
+    if joint is not None:
+        return joint.wanted
+    return {} if skeleton is None else skeleton.wanted
+
+
+def _own_dtype(offers: Offers, joint: Joint | None) -> Collection[str]:
+    """Return the names of which is not asked what is asked of weights."""
+    if joint is None or not joint.own_names:
+        return offers.companions
+    return joint.own_names.union(offers.companions)
+
+
+def _about_adapter(
+    joint: Joint | None,
+    base: Manifest,
+    ties: Sequence[TieGroup],
+    offers: Offers,
+    *,
+    has_model: bool,
+) -> Iterator[Finding]:
+    """Yield what is odd about the adapter; an error for one that is given in place of a base."""
+    if joint is not None:
+        yield from joint.findings(ties, offers)
+        return
+    for finding in base.findings if has_model else ():
+        if finding.code == "adapter":
+            text = f"adapter against base: {finding.message}"
+            yield Finding("adapter-as-base", "error", text)
+
+
 def _config(manifest: Manifest, skeleton: Skeleton | None) -> Mapping[str, Any]:
     """Return config.json; a checkpoint without one is taken to be of the model's kind."""
     if manifest.config or skeleton is None:
@@ -280,6 +401,20 @@ def _sound(alias: Alias) -> Alias:
     if faults := list(alias_faults(alias)):
         raise OptionError("; ".join(faults))
     return alias
+
+
+def _apart(
+    aliases: Iterable[str | tuple[str, str] | Alias],
+) -> tuple[list[Alias], list[str | tuple[str, str] | Alias]]:
+    """Return the aliases for names of an adapter, without what marks them, and the others."""
+    own: list[Alias] = []
+    others: list[str | tuple[str, str] | Alias] = []
+    for alias in aliases:
+        if isinstance(alias, str) and alias.startswith(MARK):
+            own.append(_alias(alias.removeprefix(MARK)))
+        else:
+            others.append(alias)
+    return own, others
 
 
 def _tie(tie: str | Sequence[str], known: Collection[str]) -> tuple[str, ...]:

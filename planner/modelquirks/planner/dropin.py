@@ -50,7 +50,8 @@ def load_checkpoint_and_dispatch(
 ) -> torch.nn.Module:
     """Load *checkpoint* into *model* and dispatch it, with accelerate's arguments.
 
-    Where accelerate warns or says nothing, this raises
+    *checkpoint* may also be ``org/name`` of a repository on the hub, if no file or folder has that
+    name. Where accelerate warns or says nothing, this raises
     :class:`~modelquirks.planner.plan.PlanError` before anything is loaded: for tensors of the
     model that nothing provides, that do not fit or that are stored twice, and with *strict* for
     tensors of the checkpoint that nothing wants; without, they are logged as a warning, as there.

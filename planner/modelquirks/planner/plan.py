@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from modelquirks.planner.adapter.joint import AdapterFacts
 from modelquirks.planner.checkpoint.manifest import Shard
 from modelquirks.planner.checkpoint.openoptions import AS_USUAL, OpenOptions
+from modelquirks.planner.checkpoint.origin import HubOrigin
 from modelquirks.planner.finding import Finding, shown
 from modelquirks.planner.mapping.audit import Audit, Entry, Suggestion
 from modelquirks.planner.mapping.recipes import FamilyRecipe
@@ -17,12 +20,14 @@ from modelquirks.planner.placement.memory import Device
 from modelquirks.planner.placement.placement import DeviceMemory, Inputs, Placement, Prediction
 from modelquirks.planner.placement.workload import Reserve
 from modelquirks.planner.typed import misfits
+from modelquirks.planner.writing import write_whole
 from modelquirks.quirks.recipe import RecipeError
 
 if TYPE_CHECKING:
     import torch
 
     from modelquirks.planner.execution.execute import ExecutionReport
+    from modelquirks.planner.execution.stream import Ties, WeightStream
     from modelquirks.quirks.registry import Registry
 
 __all__ = ["EMPTY_AUDIT", "SCHEMA", "ModelFacts", "Options", "Plan", "PlanError", "QuirkNote"]
@@ -90,6 +95,10 @@ class Plan:
     options: Options = field(default_factory=Options)
     opening: OpenOptions = AS_USUAL
     """Which state and weights of the checkpoint: execution opens the same."""
+    adapter: AdapterFacts | None = None
+    """The adapter that is loaded with it, merged or beside."""
+    origin: HubOrigin | None = None
+    """The commit on the hub whose files are fetched when the plan is executed."""
     moved: bool = False
     """The files lie elsewhere now, so their times say nothing."""
     registry: Registry | None = field(default=None, compare=False, repr=False)
@@ -152,6 +161,7 @@ class Plan:
             "placement": self.placement.to_json(),
             "findings": [f.to_json() for f in self.all_findings],
             "ok": self.ok,
+            **({} if self.adapter is None else {"adapter": self.adapter.to_json()}),
         }
 
     def save(self, path: str | Path) -> None:
@@ -162,6 +172,7 @@ class Plan:
             "path": str(self.path.resolve()),
             "shards": [_shard_json(shard) for shard in self.shards],
             "layout": self.layout,
+            **({} if self.origin is None else {"hub": self.origin.to_json()}),
             "recipes": [recipe.to_json() for recipe in self.recipes],
             "aliases": dict(self.aliases),
             "compare": [list(names) for names in self.compare],
@@ -175,9 +186,10 @@ class Plan:
             "placing": None if (inputs := self.placement.inputs) is None else inputs.to_json(),
             "placement_findings": [f.to_json() for f in self.placement.findings],
             "options": self.options._asdict(),
-            "opening": asdict(self.opening),
+            "opening": self.opening.to_json(),
+            "adapter": None if self.adapter is None else os.path.abspath(self.adapter.path),
         }
-        _write(Path(path), json.dumps(data, indent=1) + "\n")
+        write_whole(Path(path), json.dumps(data, indent=1) + "\n")
 
     @classmethod
     def load(cls, path: str | Path, *, checkpoint: str | Path | None = None) -> Plan:
@@ -245,6 +257,37 @@ class Plan:
 
         return perform(self, model, **options)
 
+    def weights(
+        self,
+        names: Iterable[str] | None = None,
+        *,
+        device: torch.device | str = "cpu",
+        ties: Ties = "once",
+        copy: bool = False,
+        load_memory: int | str | None = None,
+    ) -> WeightStream:
+        """Return the planned tensors as ``(name, tensor)`` pairs, made as they are iterated over.
+
+        For servers that fill their modules themselves: ``server.load_weights(plan.weights())``.
+        Names, shapes and dtypes are those of the model that the plan was made for; it need not be
+        there any more. The order is that of the files. *names* (names or patterns,
+        ``"model.layers.{0}.**"``) chooses some. All go to *device*; the device map plays no role. A
+        tied tensor comes once, under the name that owns it, or with ``ties="each"`` under each
+        of its names, the same object every time.
+
+        On the CPU, what a file holds as it is needed is a view of the mapped file, of which only
+        what is used is read; *copy* makes copies. *load_memory* bounds what making the others
+        takes beside them, as in :meth:`load_into`.
+
+        Raises PlanError if the plan cannot be used or the files have changed, ValueError for names
+        that it does not make.
+        """
+        from modelquirks.planner.execution.stream import WeightStream
+
+        return WeightStream(
+            self, names, device=device, ties=ties, copy=copy, load_memory=load_memory
+        )
+
 
 _KINDS: tuple[tuple[str, Any], ...] = (
     ("shards", tuple[Shard, ...]),
@@ -257,19 +300,9 @@ _KINDS: tuple[tuple[str, Any], ...] = (
     ("all_findings", tuple[Finding, ...]),
     ("options", Options),
     ("opening", OpenOptions),
+    ("adapter", AdapterFacts | None),
 )
 """What execution goes by. A plan is a file that people edit."""
-
-
-def _write(target: Path, text: str) -> None:
-    """Write a file whole or not at all; an OSError names *target*."""
-    partial = target.with_name(target.name + ".part")
-    try:
-        partial.write_text(text, encoding="utf-8")
-        partial.replace(target)
-    except OSError as error:
-        partial.unlink(missing_ok=True)
-        raise type(error)(error.errno, error.strerror, str(target)) from error
 
 
 def _listed(title: str, lines: Sequence[str]) -> str:
@@ -344,8 +377,16 @@ def _from_json(cls: type[Plan], data: Mapping[str, Any], moved: str | Path | Non
         findings=_findings(stored["findings"]),
         options=Options(**stored["options"]),
         opening=OpenOptions(**stored.get("opening", {})),
+        adapter=_adapter(data.get("adapter"), stored.get("adapter")),
+        origin=HubOrigin.from_json(stored["hub"]) if "hub" in stored and moved is None else None,
         moved=moved is not None,
     )
+
+
+def _adapter(data: Mapping[str, Any] | None, path: str | None) -> AdapterFacts | None:
+    """Return the adapter of a plan file, by its absolute path."""
+    facts = AdapterFacts.from_json(data)
+    return facts if facts is None or path is None else facts._replace(path=path)
 
 
 def _placement(data: Mapping[str, Any], stored: Mapping[str, Any]) -> Placement:

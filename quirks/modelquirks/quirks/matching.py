@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
 
 from modelquirks.quirks.family import show
 from modelquirks.quirks.pattern import Pattern
 from modelquirks.quirks.record import Match
 
-__all__ = ["why", "why_matches"]
+__all__ = ["Condition", "conditions", "why", "why_matches"]
 
 
 def why_matches(
@@ -35,26 +35,69 @@ def why(
     container: str,
 ) -> str | None:
     """As :func:`why_matches`; *first* gives the first name that fits a pattern."""
-    reasons: list[str] = []
     if match.is_empty:
         return None
+    reasons: list[str] = []
+    for condition in conditions(match, config, first, container):
+        if not condition.holds:
+            return None
+        if condition.about != "denial":
+            reasons.append(condition.text)
+    return ", ".join(reasons)
+
+
+class Condition(NamedTuple):
+    """One thing that a match asks for, and what was found."""
+
+    holds: bool
+    text: str
+    """A phrase: what fits if it holds, and if it does not what was found and what was expected."""
+    about: Literal["config", "names", "denial"] = "names"
+    """``denial``: it asks for names not to be there."""
+
+
+def conditions(
+    match: Match,
+    config: Mapping[str, Any],
+    first: Callable[[Pattern], str | None],
+    container: str,
+) -> Iterator[Condition]:
+    """Yield everything that *match* asks for, in its order; all must hold for it to apply.
+
+    >>> match = Match(model_types=("acme",), any_of=("body.**",))
+    >>> [c.text for c in conditions(match, {"model_type": "llama"}, lambda pattern: None, "")]
+    ["model_type is 'llama', expected 'acme'", "no name fits 'body.**'"]
+    """
     for wanted, found, what in (
         (match.architectures, _architectures(config), "architecture"),
         (match.model_types, _model_types(config), "model_type"),
         (match.quant_methods, _quant_methods(config), "quant_method"),
-        (match.containers, {container}, "container"),
+        (match.containers, {container} - {""}, "container"),
     ):
-        if wanted:
-            if not (hits := sorted(set(wanted) & found)):
-                return None
-            reasons.append(f"{what} {hits[0]!r}")
+        if not wanted:
+            continue
+        if hits := sorted(set(wanted) & found):
+            yield Condition(True, f"{what} {hits[0]!r}", "config")
+        else:
+            was = f"{what} is {_either(sorted(found))}" if found else f"there is no {what}"
+            yield Condition(False, f"{was}, expected {_either(wanted)}", "config")
     for texts in ((match.any_of,) if match.any_of else ()) + tuple((t,) for t in match.all_of):
-        if (hit := next((h for t in texts if (h := first(Pattern(t)))), None)) is None:
-            return None
-        reasons.append(f"names like {show(hit)!r}")
-    if any(first(Pattern(text)) is not None for text in match.none_of):
-        return None
-    return ", ".join(reasons)
+        hit = next((h for t in texts if (h := first(Pattern(t))) is not None), None)
+        if hit is None:
+            yield Condition(False, f"no name fits {_either(texts)}")
+        else:
+            yield Condition(True, f"names like {show(hit)!r}")
+    for text in match.none_of:
+        if (hit := first(Pattern(text))) is None:
+            yield Condition(True, f"no name fits {text!r}", "denial")
+        else:
+            told = f"names like {show(hit)!r} fit {text!r}, and must not"
+            yield Condition(False, told, "denial")
+
+
+def _either(values: Sequence[str]) -> str:
+    more = f" or one of {len(values) - 3} more" if len(values) > 3 else ""
+    return " or ".join(map(repr, values[:3])) + more
 
 
 def _parts(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:

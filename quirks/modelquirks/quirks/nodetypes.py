@@ -12,6 +12,7 @@ from modelquirks.quirks.recipe import (
     Dequantize,
     Interleave,
     Join,
+    Merge,
     Node,
     Opaque,
     Peek,
@@ -87,18 +88,31 @@ def infer(
             if any(t.shape is None for t in types_by_role.values()):
                 return TensorType(None, None)
             return schemes[scheme].infer(types_by_role, settings_of(node, peek))
+        case Merge(scheme, merged):
+            return _merged(scheme, {role: of(inner) for role, inner in merged}, node, schemes)
         case Opaque(scheme, parts, dtype, shape):
             types_by_role = {str(number): of(part) for number, part in enumerate(parts)}
             _known_scheme(scheme, types_by_role, schemes)
             return TensorType(dtype, shape)
 
 
-def settings_of(node: Dequantize | Opaque, peek: Peek | None = None) -> Settings:
+def settings_of(node: Dequantize | Merge | Opaque, peek: Peek | None = None) -> Settings:
     """Return the settings of a node, with what *peek* finds in the values of its parts."""
     settings = dict(node.settings)
     if peek is not None and isinstance(node, Dequantize):
         settings |= peek(node)
     return settings
+
+
+def _merged(
+    scheme: str, parts: Mapping[str, TensorType], node: Merge, schemes: Mapping[str, Scheme]
+) -> TensorType:
+    """Return the type of a weight with an adapter in it: that of the weight."""
+    if scheme not in schemes:
+        raise RecipeError(f"no plugin knows how to merge an adapter of the kind {scheme!r}")
+    if any(type_.shape is None for type_ in parts.values()):
+        return parts["weight"]
+    return schemes[scheme].infer(parts, settings_of(node))
 
 
 def _known_scheme(

@@ -23,6 +23,7 @@ __all__ = [
     "Dequantize",
     "Interleave",
     "Join",
+    "Merge",
     "Node",
     "Opaque",
     "Part",
@@ -213,7 +214,7 @@ class View:
 
 
 class Part(NamedTuple):
-    """One companion of a packed weight: its role in the scheme and the tensor."""
+    """One companion of a packed or merged weight: its role in the scheme and the tensor."""
 
     role: str
     of: Node
@@ -227,6 +228,21 @@ class Dequantize:
     parts: tuple[Part, ...]
     settings: tuple[tuple[str, Setting], ...] = ()
     """What config.json says of this weight (bits, group size…), sorted by name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Merge:
+    """A weight with what an adapter changes in it, computed by the scheme of that name.
+
+    The part ``weight`` is the plain weight; dtype and shape are its own. It is cast to the dtype
+    that is asked for *before* the scheme changes it, as in a model that is loaded first and into
+    which the adapter is merged then. The other parts come in the dtype that they are stored in.
+    """
+
+    scheme: str
+    parts: tuple[Part, ...]
+    settings: tuple[tuple[str, Setting], ...] = ()
+    """What the adapter's config says of this weight (scaling…), sorted by name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,6 +275,7 @@ Node = (
     | Reshape
     | View
     | Dequantize
+    | Merge
     | Opaque
 )
 
@@ -275,7 +292,7 @@ class Scheme(Protocol):
     """
 
     name: str
-    """As in :class:`Dequantize`: lower case, for example ``mxfp4``."""
+    """As in :class:`Dequantize` or :class:`Merge`: lower case, for example ``mxfp4``."""
 
     roles: tuple[str, ...]
     """Companions that must be there, for example ``("blocks", "scales")``."""
@@ -365,7 +382,7 @@ def on_children(node: Node, change: Callable[[Node], Node]) -> Node:
             return node
         case Concat(of) | Interleave(of) | Opaque(_, of):
             return replace(node, of=tuple(map(change, of)))
-        case Dequantize(_, parts):
+        case Dequantize(_, parts) | Merge(_, parts):
             return replace(node, parts=tuple(Part(role, change(of)) for role, of in parts))
         case _:
             return replace(node, of=change(node.of))
@@ -378,7 +395,7 @@ def children(node: Node) -> tuple[Node, ...]:
             return ()
         case Concat(of) | Interleave(of) | Opaque(_, of):
             return of
-        case Dequantize(_, parts):
+        case Dequantize(_, parts) | Merge(_, parts):
             return tuple(part.of for part in parts)
         case _:
             return (node.of,)

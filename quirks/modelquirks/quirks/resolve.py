@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from modelquirks.quirks.library import LibraryRules
     from modelquirks.quirks.registry import Registered
 
-__all__ = ["Applied", "Facts", "Renamed", "Resolution", "Step", "resolve"]
+__all__ = ["Applied", "Facts", "Renamed", "Resolution", "Step", "first_name", "resolve"]
 
 _MAX_WRAPPERS = 16
 """How often wrapper aliases are repeated on one name: more nesting than that is a loop."""
@@ -99,6 +99,10 @@ class Resolution:
     """Requests that could not be met: a record asked for that does not exist."""
     library: LibraryRules | None = None
     """What the library that the model comes from knows, if it is in use."""
+    unwrapped: tuple[Renamed, ...] = ()
+    """The names without wrappers: what the matches of architectures look at."""
+    passed_over: Mapping[str, str] = field(default_factory=dict)
+    """Records that match and are not applied all the same: why, as a phrase."""
 
     def records(self) -> Iterator[ModelQuirks]:
         """Yield the records in the order of their roles."""
@@ -112,6 +116,7 @@ class _Request:
     exclude: frozenset[str]
     known: Collection[str]
     conflicts: list[str] = field(default_factory=list)
+    passed_over: dict[str, str] = field(default_factory=dict)
 
 
 def resolve(
@@ -142,7 +147,7 @@ def resolve(
     wrappers, names = _unwrapped(
         [r for r in registered if r.record.role == "wrapper"], facts, names, request
     )
-    names = _pass_once(names, by_user)
+    names = unwrapped = _pass_once(names, by_user)
     applied = list(wrappers)
     by_role = {role: [r for r in registered if r.record.role == role] for role in ROLES[1:]}
     packed = _choose(by_role["quantization"], facts, names, request)
@@ -151,7 +156,9 @@ def resolve(
     if library is not None:
         weights = _weights(names, packs)
         taken, left = library.named(names, weights)
+        matched = chosen
         chosen = [a for a in chosen if _has_work(a.record, left, weights, request)]
+        _pass_over(request, matched, chosen, f"{library.record.name!r} knows these names better")
     else:
         taken, left = (), tuple(names)
     chosen = _most_specific(chosen, request)
@@ -165,8 +172,23 @@ def resolve(
         for name in sorted((request.force | request.exclude) - existing)
     ]
     return Resolution(
-        tuple(applied), tuple(names), tuple(request.conflicts), tuple(problems), library
+        tuple(applied),
+        tuple(names),
+        tuple(request.conflicts),
+        tuple(problems),
+        library,
+        tuple(unwrapped),
+        request.passed_over,
     )
+
+
+def _pass_over(
+    request: _Request, before: Iterable[Applied], kept: Collection[Applied], why: str
+) -> None:
+    """Note *why* those of *before* that are not *kept* do not apply."""
+    names = {a.record.name for a in kept}
+    left = (a.record.name for a in before if a.record.name not in names)
+    request.passed_over.update(dict.fromkeys(left, why))
 
 
 def _has_work(
@@ -184,7 +206,7 @@ def _has_work(
     texts = [alias.stored for alias in record.aliases]
     texts += [leaf.name for convert in record.conversions for leaf in sources(convert.recipe)]
     packed = [replace(p, name=weights[p.name]) for p in left if p.name in weights]
-    return any(_first(Pattern(text), [*left, *packed]) is not None for text in texts)
+    return any(first_name(Pattern(text), [*left, *packed]) is not None for text in texts)
 
 
 def _by_rules(
@@ -230,7 +252,7 @@ def _weights(pieces: Iterable[Renamed], packs: Iterable[Pack]) -> dict[str, str]
     return found
 
 
-def _first(pattern: Pattern, pieces: Iterable[Renamed]) -> str | None:
+def first_name(pattern: Pattern, pieces: Iterable[Renamed]) -> str | None:
     """Return the name of the first piece that has a member which fits *pattern*."""
     for piece in pieces:
         binding = pattern.match(piece.name)
@@ -247,25 +269,33 @@ def _choose(
     for registered in candidates:
         record = registered.record
         if record.name in request.exclude:
+            request.passed_over[record.name] = "it is left out by name"
             continue
-        reason = why(record.match, facts.config, lambda p: _first(p, names), facts.container)
+        reason = why(record.match, facts.config, lambda p: first_name(p, names), facts.container)
         if reason is None and record.name in request.force:
             reason = "asked for by name"
         if reason is not None:
             chosen.append(Applied(registered, reason))
-    overridden = {name for applied in chosen for name in applied.record.overrides}
-    return [applied for applied in chosen if applied.record.name not in overridden]
+    overriding = {name: a.record.name for a in chosen for name in sorted(a.record.overrides)}
+    kept = [applied for applied in chosen if applied.record.name not in overriding]
+    for name in (a.record.name for a in chosen if a not in kept):
+        request.passed_over[name] = f"{overriding[name]!r} overrides it"
+    return kept
 
 
 def _most_specific(chosen: Sequence[Applied], request: _Request) -> list[Applied]:
     forced = [a for a in chosen if a.record.name in request.force]
     pool = forced or list(chosen)
+    if forced:
+        _pass_over(request, chosen, forced, "another one is asked for by name")
     if not pool:
         return []
     top = max(a.record.match.specificity for a in pool)
     best = [a for a in pool if a.record.match.specificity == top]
+    _pass_over(request, pool, best, f"{best[0].record.name!r} matches by more")
     if len(best) == 1:
         return best
+    _pass_over(request, best, (), "it is in conflict with another record")
     request.conflicts.append(
         f"{len(best)} architecture quirks match equally well: {_named(best)}. "
         f"Choose with --quirk {best[0].record.name} or --no-quirk {best[1].record.name}; "
@@ -410,6 +440,7 @@ def _quantized(
                 request.conflicts.append(message)
             bad.update(dict.fromkeys(a.record.name for a in both))
     kept = [a for a in chosen if a.record.name not in bad]
+    _pass_over(request, chosen, kept, "it is in conflict with another record")
     return kept, _pass(pieces, _rules(kept), _leads_away(request.known))
 
 

@@ -28,7 +28,7 @@ _CUT = 4
 """Pieces of an entry: what was in front of it, name, ``F32","shape":[2,3`` and ``0,24``."""
 _KIND = re.compile(r'([A-Z0-9_]++)","shape":\[([0-9,]*+)')
 _SPANS = re.compile(r"(0|[1-9][0-9]{0,18}+),(0|[1-9][0-9]{0,18}+);")
-_NUMBER = re.compile(r"[A-Za-z_]+\.[0-9]+\.")
+_NUMBER = re.compile(r"(?<![A-Za-z_])[A-Za-z_]++\.[0-9]++\.")
 _MAX_KEPT = 1 << 22
 _PART = 32_768
 """Characters of a part."""

@@ -10,9 +10,9 @@ from __future__ import annotations
 import re
 import stat
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Literal, NamedTuple
 
+from modelquirks.planner.checkpoint.filepath import FilePath
 from modelquirks.planner.finding import Finding
 
 __all__ = ["HEAD_BYTES", "Kind", "Look", "look", "not_weights", "pointer_text"]
@@ -59,7 +59,7 @@ class Look(NamedTuple):
     """What the operating system said, for ``unreadable``."""
 
 
-def look(path: Path) -> Look:
+def look(path: FilePath) -> Look:
     """Return what *path* is; never raises. Reads at most :data:`HEAD_BYTES` bytes."""
     try:
         status = path.stat()

@@ -10,8 +10,9 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
 from typing import Literal, NamedTuple
+
+from modelquirks.planner.checkpoint.filepath import FilePath
 
 __all__ = ["Candidate", "Folder", "list_folder", "rank_files", "rank_of", "series_of"]
 
@@ -45,7 +46,7 @@ class Candidate(NamedTuple):
 class Folder(NamedTuple):
     """What is in a folder, as far as names tell."""
 
-    root: Path
+    root: FilePath
     candidates: tuple[Candidate, ...]
     """Best first."""
     names: tuple[str, ...]
@@ -86,10 +87,9 @@ def rank_files(names: Iterable[str]) -> tuple[str, ...]:
     return tuple(found) if len(found) > 1 else ()
 
 
-def list_folder(root: Path) -> Folder:
+def list_folder(root: FilePath) -> Folder:
     """Return what *root* holds. OSError if it cannot be listed."""
-    with os.scandir(root) as entries:
-        listed = sorted((entry.name, _is_folder(entry)) for entry in entries)
+    listed = sorted((entry.name, entry.is_dir()) for entry in root.iterdir())
     names = tuple(name for name, is_folder in listed if not is_folder)
     below = [name for name, is_folder in listed if is_folder and not name.startswith(".")]
     weights = tuple(name for name in names if _is_weight(name))
@@ -98,16 +98,9 @@ def list_folder(root: Path) -> Folder:
     return Folder(root, candidates, names, frozenset(names), weights, subfolders)
 
 
-def _is_folder(entry: os.DirEntry[str]) -> bool:
+def _names_in(folder: FilePath) -> list[str]:
     try:
-        return entry.is_dir()
-    except OSError:  # a loop of links
-        return False
-
-
-def _names_in(folder: Path) -> list[str]:
-    try:
-        return os.listdir(folder)
+        return [path.name for path in folder.iterdir()]
     except OSError:
         return []
 

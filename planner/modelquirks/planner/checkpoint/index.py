@@ -11,10 +11,10 @@ import posixpath
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from modelquirks.planner.checkpoint.compact_index import WeightMap, compact_index
+from modelquirks.planner.checkpoint.filepath import FilePath
 from modelquirks.planner.checkpoint.json_text import (
     JsonProblem,
     has_duplicates,
@@ -24,7 +24,7 @@ from modelquirks.planner.checkpoint.json_text import (
 from modelquirks.planner.checkpoint.manifest import Format
 from modelquirks.planner.finding import Finding, shown
 
-__all__ = ["Index", "format_of", "read_index"]
+__all__ = ["Index", "format_of", "leaves_folder", "read_index"]
 
 MAX_BELIEVABLE_BYTES = 10**16
 """Ten petabytes: a ``total_size`` above is a mistake. One real index has a number of 72 digits."""
@@ -67,7 +67,7 @@ def format_of(name: str) -> Format:
     return _FORMATS.get(posixpath.splitext(name)[1].lower(), "unknown")
 
 
-def read_index(path: Path) -> Index:
+def read_index(path: FilePath) -> Index:
     """Return the index in the file *path*; never raises for what is in it."""
     name = path.name
     document, raw = read_json(path, compact_index)
@@ -85,7 +85,7 @@ def read_index(path: Path) -> Index:
     if any(shard != proper for shard, proper in normal.items()):
         weight_map = {key: normal.get(shard, shard) for key, shard in weight_map.items()}
     shards = tuple(dict.fromkeys(normal.get(shard, shard) for shard in distinct))
-    outside = {shard: why for shard in shards if (why := _leaves(shard))}
+    outside = {shard: why for shard in shards if (why := leaves_folder(shard))}
     declared, about_size = _declared_bytes(name, metadata, n_names=len(weight_map))
     findings = (
         *faults,
@@ -134,7 +134,7 @@ def _only_strings(
     return good, dict.fromkeys(good.values()), (Finding("weight-map-invalid", "error", text),)
 
 
-def _leaves(shard: str) -> str:
+def leaves_folder(shard: str) -> str:
     """Return why a path may not be followed, or ``""``."""
     if not shard or shard == "." or "\0" in shard:
         return "names no file"

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from modelquirks.planner.checkpoint.file_kind import look, pointer_text
+from modelquirks.planner.checkpoint.filepath import FilePath
 
 __all__ = [
     "MAX_JSON_BYTES",
@@ -35,7 +35,7 @@ class JsonProblem(NamedTuple):
 
 
 def read_json(
-    path: Path, quick: Callable[[bytes], Any] = lambda raw: None
+    path: FilePath, quick: Callable[[bytes], Any] = lambda raw: None
 ) -> tuple[Any | JsonProblem, bytes]:
     """Return the value in the file *path* or the problem with it, and the bytes read.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import compress
 from pathlib import Path
@@ -11,14 +11,18 @@ from typing import Any, Literal, NamedTuple
 
 from modelquirks.planner.checkpoint.lazy_tensors import LazyTensors, StoredType
 from modelquirks.planner.checkpoint.openoptions import AS_USUAL, OpenOptions
+from modelquirks.planner.checkpoint.origin import HubOrigin
 from modelquirks.planner.dtypes import nbytes
 from modelquirks.planner.finding import Finding
 from modelquirks.quirks.family import Family, grouped, numbered, raw_templates
-from modelquirks.quirks.recipe import Node, sources
+from modelquirks.quirks.recipe import Node, Source, sources
 
-__all__ = ["Format", "Manifest", "Shard", "StoredTensor", "shared_groups"]
+__all__ = ["MARK", "Format", "Manifest", "Shard", "StoredTensor", "shared_groups"]
 
 Format = Literal["safetensors", "torch", "flax", "gguf", "unknown"]
+
+MARK = "adapter:"
+"""Before the names of the tensors of an adapter that is planned together with its base."""
 
 
 class StoredTensor(NamedTuple):
@@ -26,7 +30,7 @@ class StoredTensor(NamedTuple):
 
     name: str
     shard: str
-    """File, relative to the checkpoint folder, with ``/``."""
+    """File, relative to the checkpoint folder, with ``/``; of an adapter the absolute path."""
     dtype: str | None = None
     """As safetensors spells it."""
     shape: tuple[int, ...] | None = None
@@ -96,6 +100,13 @@ class Manifest:
     """With ``assembled``: every byte range that may be read, by name."""
     options: OpenOptions = AS_USUAL
     """What was chosen of it, by somebody or by the format: opens just this again."""
+    origin: HubOrigin | None = None
+    """Where the files come from if they need not be here: ``root`` is where they will be."""
+
+    @property
+    def shown(self) -> str:
+        """What to call it to people: the path, or the repository."""
+        return str(self.origin or self.path)
 
     @cached_property
     def families(self) -> Mapping[str, Family]:
@@ -119,10 +130,17 @@ class Manifest:
         So do those that are made of the same parts.
         """
         alike: dict[Node, list[str]] = {}
-        for name, node in self.assembled.items():
-            alike.setdefault(node, []).append(name)
+        stored: list[StoredTensor] = []
+        for name, tensor in self.tensors.items():
+            node = self.assembled.get(name)
+            if node is None:
+                stored.append(tensor)
+            elif isinstance(node, Source):  # a tensor that lies in one place, under another name
+                stored.append(self.places[node.name]._replace(name=name))
+            else:
+                alike.setdefault(node, []).append(name)
         made = (tuple(names) for names in alike.values() if len(names) > 1)
-        return (*shared_groups(self.tensors.values()), *made)
+        return (*shared_groups(stored), *made)
 
     @cached_property
     def has_headers(self) -> bool:
@@ -215,13 +233,15 @@ class Manifest:
 
     def to_json(self) -> dict[str, Any]:
         """Return the ``checkpoint`` object of the reports."""
+        hub = {} if self.origin is None else {"hub": self.origin.to_json()}
         return {
-            "path": str(self.path),
+            "path": self.shown,
+            **hub,
             "format": self.format,
             "tensors": len(self.tensors),
             "families": len(self.families),
             "shards": len(self.shards),
             "total_bytes": self.total_bytes,
-            "chosen": asdict(self.options),
+            "chosen": self.options.to_json(),
             "findings": [finding.to_json() for finding in self.findings],
         }

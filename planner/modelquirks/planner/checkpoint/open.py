@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from modelquirks.planner.checkpoint.file_kind import look
+from modelquirks.planner.checkpoint.filepath import FilePath
 from modelquirks.planner.checkpoint.folder import (
     Candidate,
     Folder,
@@ -36,7 +37,7 @@ from modelquirks.planner.finding import Finding, Severity, shown
 if TYPE_CHECKING:
     from modelquirks.quirks.registry import Registry
 
-__all__ = ["CheckpointError", "open_manifest"]
+__all__ = ["CheckpointError", "manifest_at", "open_manifest"]
 
 _ORDER: Mapping[Severity, int] = {"error": 0, "warning": 1, "info": 2}
 _LOOKED_FOR = (
@@ -91,12 +92,14 @@ def open_manifest(
             raise CheckpointError(f"{str(path)!r} cannot be read: {reason}") from error
 
 
-def _opened(path: Path, registry: Callable[[], Registry] | None, options: OpenOptions) -> Manifest:
-    found, problems = _by_plugin(path, registry, options)
-    if found is not None:
-        root = path if path.is_dir() else path.parent
-        said = (*_about_plugins(problems), *_unheeded(options, found.chosen, found.format))
-        return replace(_manifest(root, path, content_of(found), *said), options=found.chosen)
+def manifest_at(
+    path: FilePath, problems: Sequence[str] = (), options: OpenOptions = AS_USUAL
+) -> Manifest:
+    """Return what is at *path*, of a format that is known without plugins.
+
+    Raises :class:`CheckpointError` as :func:`open_manifest`, and OSError. *problems* of plugins
+    become findings.
+    """
     manifest = _open_folder(path, problems) if path.is_dir() else _open_file(path)
     if not options:
         return manifest
@@ -104,11 +107,22 @@ def _opened(path: Path, registry: Callable[[], Registry] | None, options: OpenOp
     return replace(manifest, findings=said)
 
 
+def _opened(path: Path, registry: Callable[[], Registry] | None, options: OpenOptions) -> Manifest:
+    found, problems = _by_plugin(path, registry, options)
+    if found is not None:
+        root = path if path.is_dir() else path.parent
+        said = (*_about_plugins(problems), *_unheeded(options, found.chosen, found.format))
+        manifest = _manifest(root, path, content_of(found), *said)
+        return replace(manifest, options=replace(found.chosen, expect=None))
+    return manifest_at(path, problems, options)
+
+
 def _unheeded(options: OpenOptions, chosen: OpenOptions, format: str) -> Iterator[Finding]:
     """Yield an error for what was asked for and is no choice in a checkpoint of this format."""
     rest = OpenOptions(
         weights=None if chosen.weights else options.weights,
         tag=None if chosen.tag else options.tag,
+        expect=None if chosen.expect else options.expect,
     )
     if rest:
         text = (
@@ -146,7 +160,7 @@ def _about_plugins(problems: Iterable[str]) -> Iterator[Finding]:
         yield Finding("plugin-problem", "warning", text)
 
 
-def _open_file(path: Path) -> Manifest:
+def _open_file(path: FilePath) -> Manifest:
     kind = look(path).kind
     if kind in ("absent", "special"):
         link = " (a link to something that is not there)" if path.is_symlink() else ""
@@ -169,7 +183,7 @@ def _open_file(path: Path) -> Manifest:
     return _manifest(path.parent, path, content, *_part_of_several(path))
 
 
-def _open_folder(root: Path, problems: Sequence[str]) -> Manifest:
+def _open_folder(root: FilePath, problems: Sequence[str]) -> Manifest:
     folder = list_folder(root)
     if not folder.candidates:
         raise CheckpointError("; ".join((_nothing_in(folder), *problems)))
@@ -221,16 +235,15 @@ def _stand_in(folder: Folder) -> tuple[Candidate, Index | None] | None:
     return None
 
 
-def _manifest(root: Path, path: Path, content: Content, *findings: Finding) -> Manifest:
+def _manifest(root: FilePath, path: FilePath, content: Content, *findings: Finding) -> Manifest:
     config, about_config = _read_config(root)
     config = config or content.config
     found = [*content.findings, *findings, *about_config]
     if any(_is_adapter(shard.name) for shard in content.shards):
-        text = "these are the weights of an adapter, to be put on top of a base model."
-        found.append(Finding("adapter", "info", text))
+        found.append(Finding("adapter", "info", _about_alone(root, path)))
     return Manifest(
-        root=root,
-        path=path,
+        root=Path(root),
+        path=Path(path),
         format=content.format,
         tensors=content.tensors,
         shards=content.shards,
@@ -244,7 +257,7 @@ def _manifest(root: Path, path: Path, content: Content, *findings: Finding) -> M
     )
 
 
-def _read_config(root: Path) -> tuple[Mapping[str, Any], tuple[Finding, ...]]:
+def _read_config(root: FilePath) -> tuple[Mapping[str, Any], tuple[Finding, ...]]:
     """Return config.json, ``{}`` if it is absent or cannot be read (which is a finding)."""
     path = root / "config.json"
     if not path.is_file():
@@ -257,7 +270,7 @@ def _read_config(root: Path) -> tuple[Mapping[str, Any], tuple[Finding, ...]]:
     return {}, (Finding("config-unreadable", "warning", text),)
 
 
-def _read_params(root: Path) -> tuple[Mapping[str, Any], tuple[Finding, ...]]:
+def _read_params(root: FilePath) -> tuple[Mapping[str, Any], tuple[Finding, ...]]:
     """Return what params.json says, where it is there in place of config.json."""
     path = root / "params.json"
     config = config_of_params(read_json(path)[0]) if path.is_file() else {}
@@ -314,7 +327,7 @@ def _about_count(names: Sequence[str]) -> Iterator[Finding]:
         yield Finding("series-incomplete", "warning", text)
 
 
-def _part_of_several(path: Path) -> Iterator[Finding]:
+def _part_of_several(path: FilePath) -> Iterator[Finding]:
     """Say so if a file that was named is one of a series."""
     folder = list_folder(path.parent)
     same = [name for name in folder.weights if series_of(name) == series_of(path.name)]
@@ -329,6 +342,20 @@ def _part_of_several(path: Path) -> Iterator[Finding]:
 
 def _is_adapter(name: str) -> bool:
     return name.startswith("adapter_model.")
+
+
+def _about_alone(root: FilePath, path: FilePath) -> str:
+    """Return what an adapter without its base is, which base it is for, and how to plan it."""
+    data, _ = read_json(root / "adapter_config.json")
+    config: Mapping[str, Any] = data if isinstance(data, dict) else {}
+    method = str(config.get("peft_type") or "")
+    base = str(config.get("base_model_name_or_path") or "")
+    kind = f" ({method})" if method else ""
+    whose = f"its base, {base!r}" if base else "a base model, which it does not name"
+    return (
+        f"these are the weights of an adapter{kind}, to be put on top of {whose}: "
+        f"modelquirks plan {base or 'BASE'} --adapter {Path(path)} --merge"
+    )
 
 
 def _nothing_in(folder: Folder) -> str:

@@ -13,8 +13,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
-from pathlib import Path
 
+from modelquirks.planner.checkpoint.filepath import FilePath
 from modelquirks.planner.checkpoint.folder import rank_of
 from modelquirks.planner.checkpoint.manifest import StoredTensor
 from modelquirks.planner.checkpoint.shards import Content, read_files
@@ -26,7 +26,7 @@ _Parts = Mapping[int, Content]
 """What each rank holds, by number."""
 
 
-def read_ranks(root: Path, names: Sequence[str]) -> Content:
+def read_ranks(root: FilePath, names: Sequence[str]) -> Content:
     """Return the content of the files *names* of ranks: every part by its own name.
 
     Files of which no two have a name in common are no ranks and are read as any others.

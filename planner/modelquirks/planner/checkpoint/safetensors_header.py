@@ -13,11 +13,11 @@ import re
 import struct
 from itertools import repeat
 from operator import add, itemgetter
-from pathlib import Path
 from typing import Any, BinaryIO
 
 from modelquirks.planner.checkpoint.compact_header import Columns, compact_columns
 from modelquirks.planner.checkpoint.file_kind import Look, look, not_weights
+from modelquirks.planner.checkpoint.filepath import FilePath
 from modelquirks.planner.checkpoint.header import Header, stored_tensors, unread
 from modelquirks.planner.checkpoint.header_rules import (
     Faults,
@@ -39,7 +39,7 @@ MAX_HEADER_BYTES = 100_000_000
 _MINUS_ZERO = re.compile(r"[\[,:\s]-0\s*[,\]}]")
 
 
-def read_header(path: Path, *, shard: str = "") -> Header:
+def read_header(path: FilePath, *, shard: str = "") -> Header:
     """Return what the safetensors file *path* says it holds, and every rule that it breaks.
 
     *shard* is the name to use in the result and in messages, by default the file's own. Never
@@ -61,7 +61,7 @@ def read_header(path: Path, *, shard: str = "") -> Header:
     return unread(shard, seen, raw) if isinstance(raw, Finding) else _parse(raw, seen, shard)
 
 
-def header_digest(path: Path) -> str | None:
+def header_digest(path: FilePath) -> str | None:
     """Return the sha256 of the header's JSON, or None if there is no whole header."""
     size = path.stat().st_size
     with path.open("rb") as file:

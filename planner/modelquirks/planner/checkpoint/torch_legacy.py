@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from pathlib import Path
 from typing import Any, BinaryIO
 
 from modelquirks.planner.checkpoint.file_kind import Look
+from modelquirks.planner.checkpoint.filepath import FilePath
 from modelquirks.planner.checkpoint.manifest import Shard
 from modelquirks.planner.checkpoint.pickle_machine import PickleProblem
 from modelquirks.planner.checkpoint.torch_content import TorchContent
@@ -25,7 +25,7 @@ _MAGIC = 0x1950A86A20F9469CFC6C
 _PROTOCOL = 1001
 
 
-def read_legacy(path: Path, *, shard: str, seen: Look) -> TorchContent:
+def read_legacy(path: FilePath, *, shard: str, seen: Look) -> TorchContent:
     """Return what a file of the old format says.
 
     OSError if it cannot be read, PickleProblem if its pickles cannot.

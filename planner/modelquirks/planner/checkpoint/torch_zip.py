@@ -15,10 +15,10 @@ import struct
 import zipfile
 import zlib
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from modelquirks.planner.checkpoint.file_kind import Look, look, not_weights
+from modelquirks.planner.checkpoint.filepath import FilePath, announce_ranges
 from modelquirks.planner.checkpoint.header import Header, unread
 from modelquirks.planner.checkpoint.manifest import Shard, StoredTensor
 from modelquirks.planner.checkpoint.pickle_machine import MAX_BYTES, PickleProblem
@@ -59,7 +59,7 @@ class _Refused(ValueError):
         self.code = code
 
 
-def read_torch(path: Path, *, shard: str = "") -> Header:
+def read_torch(path: FilePath, *, shard: str = "") -> Header:
     """Return the weights that a file of ``torch.save`` holds, of either format.
 
     *shard* is the name to use in the result and in messages, by default the file's own. Never
@@ -68,7 +68,7 @@ def read_torch(path: Path, *, shard: str = "") -> Header:
     return weights_of(read_content(path, shard=shard))
 
 
-def read_content(path: Path, *, shard: str = "") -> TorchContent:
+def read_content(path: FilePath, *, shard: str = "") -> TorchContent:
     """Return all that a file of ``torch.save`` says, of either format, in the same way."""
     shard = shard or path.name
     seen = look(path)
@@ -153,7 +153,7 @@ def _unread(shard: str, seen: Look, finding: Finding) -> TorchContent:
     return TorchContent(header.shard, None, findings=header.findings)
 
 
-def _read_zip(path: Path, *, shard: str, seen: Look) -> TorchContent:
+def _read_zip(path: FilePath, *, shard: str, seen: Look) -> TorchContent:
     with path.open("rb") as file:
         archive = _opened(file)
         pickled = _content(archive, "data.pkl")
@@ -213,6 +213,10 @@ def _begins(
 
     The latter by code, with the key of the storage and a remark.
     """
+    storages = [*storages]
+    records = [archive.records.get(f"data/{storage.key}") for storage in storages]
+    starts = [record.header_offset for record in records if record is not None]
+    announce_ranges(archive.file, [(start, start + _LOCAL.size) for start in starts])
     begins: dict[str, int] = {}
     faults: dict[str, list[tuple[str, str]]] = {}
     for storage in storages:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 
 from modelquirks.planner.checkpoint.file_kind import Kind, look
+from modelquirks.planner.checkpoint.filepath import FilePath
 from modelquirks.planner.checkpoint.header import Header, unread
 from modelquirks.planner.checkpoint.index import format_of
 from modelquirks.planner.checkpoint.manifest import Format
@@ -25,7 +25,7 @@ _BY_CONTENT: Mapping[Kind, Format] = {
 }
 
 
-def read_weights(path: Path, *, shard: str, expected: Format | None = None) -> Header:
+def read_weights(path: FilePath, *, shard: str, expected: Format | None = None) -> Header:
     """Return the header of a weight file.
 
     *expected*: the format that it must have, as a shard among others; None: whatever it is. Never
@@ -54,6 +54,6 @@ def read_weights(path: Path, *, shard: str, expected: Format | None = None) -> H
     return header
 
 
-def is_whole(path: Path) -> bool:
+def is_whole(path: FilePath) -> bool:
     """Tell whether *path* looks like a weight file, by its first bytes."""
     return look(path).kind in ("safetensors", "zip", "legacy")

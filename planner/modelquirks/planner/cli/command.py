@@ -23,9 +23,9 @@ class Exit(IntEnum):
     """Exit codes. They are part of the interface."""
 
     USABLE = 0
-    """The checkpoint can be read, the plan can be used, what was asked is done."""
+    """The checkpoint can be read, the plan can be used, what was asked is done, nothing differs."""
     UNUSABLE = 1
-    """It was read and understood, and it must not be used as it is."""
+    """It was read and understood, and it must not be used as it is; or the two differ."""
     BAD_CALL = 2
     """The call is wrong or the input cannot be read."""
 
@@ -55,7 +55,9 @@ _COMMANDS = {
     "inspect": _Entry("inspect", "say what a checkpoint holds, from headers alone"),
     "plan": _Entry("plan", "plan where every tensor goes, then load exactly that"),
     "explain": _Entry("explain", "say why something is where it is, and what would change it"),
+    "diff": _Entry("diff", "say what differs between two checkpoints, or two plans"),
     "execute": _Entry("execute", "load what a plan made earlier says"),
+    "export": _Entry("export", "write a checkpoint anew, as sharded safetensors"),
     "plugins": _Entry("plugins", "say which plugins there are and what they give"),
 }
 
@@ -82,7 +84,8 @@ def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
         prog="modelquirks",
         description="Know every tensor of a checkpoint before loading it, plan where each goes, "
         "load exactly that.",
-        epilog="Exit codes: 0 usable, 1 not usable as it is, 2 bad call or unreadable input.",
+        epilog="Exit codes: 0 usable, 1 not usable as it is (diff: they differ), 2 bad call or "
+        "unreadable input.",
         allow_abbrev=False,
     )
     parser.add_argument("--version", action=_Version, help="print the version and exit")

@@ -9,8 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from modelquirks.planner.checkpoint.open import open_manifest
 from modelquirks.planner.cli.command import CallError, Exit
+from modelquirks.planner.cli.hub import add_token
 from modelquirks.planner.cli.loadbar import loading_shown
 from modelquirks.planner.cli.loading import add_loading, loading_options
 from modelquirks.planner.cli.model import TRANSFORMERS, add_model, build
@@ -19,12 +19,15 @@ from modelquirks.planner.cli.plugins import add_no_plugin, load_registry
 from modelquirks.planner.cli.report import write_json
 from modelquirks.planner.cli.report_plan import show_loaded, show_plan
 from modelquirks.planner.cli.terminal import Terminal, note, progress
+from modelquirks.planner.opening import reopened
 from modelquirks.planner.plan import Plan, PlanError
 
 if TYPE_CHECKING:
     import argparse
 
     import torch
+
+    from modelquirks.planner.adapter.adapter import Adapter
 
 __all__ = ["add_arguments", "load", "run"]
 
@@ -42,6 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_offload(parser)
     add_loading(parser)
     add_model(parser)
+    add_token(parser)
     add_no_plugin(parser)
 
 
@@ -50,12 +54,24 @@ def run(args: argparse.Namespace) -> Exit:
     options = {**offload_options(args), **loading_options(args)}
     registry = load_registry(args)
     plan = replace(Plan.load(args.plan, checkpoint=args.checkpoint), registry=registry)
+    if plan.origin is not None and args.token:
+        plan = replace(plan, origin=replace(plan.origin, token=args.token))
     if not args.json:
         show_plan(Terminal(sys.stdout), plan, everything=args.all)
-    manifest = open_manifest(plan.path, lambda: registry, plan.opening)
+    with progress("Reading headers"):
+        manifest = reopened(plan.path, plan.origin, lambda: registry, plan.opening)
     with progress("Building the model without its weights"):
-        built = build(args.model or TRANSFORMERS, manifest, registry)
+        built = build(args.model or TRANSFORMERS, manifest, registry, adapter=_beside(plan))
     return load(plan, built.model, as_json=args.json, options=options)
+
+
+def _beside(plan: Plan) -> Adapter | None:
+    """Return the adapter that the model needs places for; None if there is none, or merged."""
+    if plan.adapter is None or plan.adapter.merged:
+        return None
+    from modelquirks.planner.adapter.adapter import open_adapter
+
+    return open_adapter(plan.adapter.path)
 
 
 def load(plan: Plan, model: torch.nn.Module, *, as_json: bool, options: Mapping[str, Any]) -> Exit:

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from pathlib import Path
 
+from modelquirks.planner.cli.adapter import add_adapter
 from modelquirks.planner.cli.command import CallError, Exit
+from modelquirks.planner.cli.hub import add_hub, hub_options
 from modelquirks.planner.cli.model import add_model
 from modelquirks.planner.cli.opening import add_opening, opening_options
 from modelquirks.planner.cli.placing import add_placing, checked
 from modelquirks.planner.cli.plan import add_naming, planned
 from modelquirks.planner.cli.plugins import add_no_plugin
 from modelquirks.planner.cli.report import write_json
-from modelquirks.planner.cli.report_plan import compact_names, show_seconds
+from modelquirks.planner.cli.saved import is_plan
 from modelquirks.planner.cli.terminal import Terminal
 from modelquirks.planner.explain import Alternative, Change, Explanation, explain, ranges, what_if
 from modelquirks.planner.placement.memory import parse_max_memory, show_bytes
 from modelquirks.planner.plan import Plan
+from modelquirks.planner.wording import compact_names, show_seconds
 
 __all__ = ["add_arguments", "run"]
 
@@ -39,6 +41,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--json", action="store_true", help="write JSON instead of text")
     add_model(parser)
+    add_adapter(parser)
+    add_hub(parser)
     add_no_plugin(parser)
     add_opening(parser)
     add_placing(parser)
@@ -70,22 +74,12 @@ def run(args: argparse.Namespace) -> Exit:
 def _plan(args: argparse.Namespace) -> Plan:
     """Return the plan of a file that is one, else a new one; nothing is loaded."""
     path = Path(args.checkpoint)
-    if path.is_file() and path.suffix == ".json" and _is_plan(path):
-        if options := opening_options(args):
-            raise CallError(
-                f"{args.checkpoint!r} is a plan, made without regard to {options.told()}"
-            )
+    if is_plan(path):
+        if told := opening_options(args).told() or hub_options(args).told():
+            raise CallError(f"{args.checkpoint!r} is a plan, made without regard to {told}")
         return Plan.load(path)
     args.dry_run = True
     return planned(args)
-
-
-def _is_plan(path: Path) -> bool:
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError):
-        return False
-    return isinstance(data, dict) and "schema" in data
 
 
 def _show(out: Terminal, told: Explanation) -> None:
@@ -130,5 +124,7 @@ def _show_change(out: Terminal, change: Change) -> None:
 def _signed(seconds: float) -> str:
     if abs(seconds) < 1e-9:
         return "no more"
+    if abs(seconds) < 1e-5:
+        return f"{show_seconds(abs(seconds))} {'less' if seconds < 0 else 'more'}"
     sign = "-" if seconds < 0 else "+"
     return f"{sign}{show_seconds(abs(seconds))}"

@@ -23,17 +23,18 @@ _EVERY_S = 0.1
 
 
 @contextmanager
-def loading_shown() -> Generator[Listener | None]:
+def loading_shown(title: str = "Loading") -> Generator[Listener | None]:
     """Show bytes, rate and time left by device, on standard error; give what hears of them.
 
-    Nothing is shown, and None given, where that is not a terminal.
+    *title* is shown until the first bytes are announced. Nothing is shown, and None given, where
+    that is not a terminal.
     """
     if not sys.stderr.isatty() or os.environ.get("TERM") == "dumb":
         yield None
         return
     counts = _Counts()
     done = threading.Event()
-    thread = threading.Thread(target=_show, args=(counts, done), daemon=True)
+    thread = threading.Thread(target=_show, args=(counts, done, title), daemon=True)
     thread.start()
     try:
         yield counts
@@ -68,11 +69,11 @@ class _Counts:
             return dict(self._counts)
 
 
-def _show(counts: _Counts, done: threading.Event) -> None:
+def _show(counts: _Counts, done: threading.Event, title: str) -> None:
     if done.wait(_AFTER_S):
         return
     with _bars() as bars:
-        general = bars.add_task("Loading", total=None)
+        general = bars.add_task(title, total=None)
         tasks: dict[str, TaskID] = {}
         while True:
             for where, (n_bytes, total) in counts.now().items():

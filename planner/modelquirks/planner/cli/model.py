@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     import torch
 
+    from modelquirks.planner.adapter.adapter import Adapter
     from modelquirks.planner.checkpoint.manifest import Manifest
     from modelquirks.quirks.registry import Registry
 
@@ -43,10 +44,18 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def build(spec: str, manifest: Manifest, registry: Registry) -> Built:
-    """Return the model that *spec* names. :class:`CallError` if there is none to be had."""
+def build(
+    spec: str, manifest: Manifest, registry: Registry, *, adapter: Adapter | None = None
+) -> Built:
+    """Return the model that *spec* names. :class:`CallError` if there is none to be had.
+
+    The class that config.json names gets places for *adapter*; a factory gives a model that has
+    them.
+    """
     if spec == TRANSFORMERS:
-        return _from_config(model_config(manifest), manifest.root, registry)
+        _not_an_adapter(manifest)
+        built = _from_config(model_config(manifest), manifest.root, registry)
+        return built if adapter is None else _with_places(built, adapter)
     return Built(_from_factory(spec), spec)
 
 
@@ -61,6 +70,22 @@ def _from_config(config: Mapping[str, Any], folder: Path, registry: Registry) ->
         )
     model, origin = found
     return Built(model, f"{origin.plugin} {type(model).__name__}")
+
+
+def _not_an_adapter(manifest: Manifest) -> None:
+    """Raise CallError if there is no model to be had because the checkpoint is an adapter."""
+    for finding in manifest.findings:
+        if finding.code == "adapter" and not manifest.config:
+            raise CallError(f"{str(manifest.path)!r} is no model by itself: {finding.message}")
+
+
+def _with_places(built: Built, adapter: Adapter) -> Built:
+    from modelquirks.planner.adapter.places import AdapterPlacesError, with_places
+
+    try:
+        return Built(with_places(built.model, adapter), f"{built.source} with PEFT")
+    except AdapterPlacesError as error:
+        raise CallError(str(error)) from error
 
 
 def _from_factory(spec: str) -> torch.nn.Module:

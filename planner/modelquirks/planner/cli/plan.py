@@ -6,10 +6,11 @@ import argparse
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from modelquirks.planner.checkpoint.open import open_manifest
+from modelquirks.planner.cli.adapter import adapter_of, add_adapter
 from modelquirks.planner.cli.command import CallError, Exit
+from modelquirks.planner.cli.hub import CHECKPOINT_HELP, add_hub, opened
 from modelquirks.planner.cli.inspect import note_unreadable
 from modelquirks.planner.cli.loading import add_loading, loading_options
 from modelquirks.planner.cli.model import TRANSFORMERS, Built, add_model, build
@@ -17,34 +18,39 @@ from modelquirks.planner.cli.offload import add_offload, offload_options
 from modelquirks.planner.cli.opening import add_opening, opening_options
 from modelquirks.planner.cli.placing import add_placing, checked, placing_options
 from modelquirks.planner.cli.plugins import add_no_plugin, load_registry
-from modelquirks.planner.cli.report import write_json
+from modelquirks.planner.cli.report import add_html, write_json
 from modelquirks.planner.cli.report_plan import show_plan, show_verdict
 from modelquirks.planner.cli.terminal import Terminal, progress
 from modelquirks.planner.dispatcher import Dispatcher
 from modelquirks.planner.finding import Finding
 from modelquirks.planner.plan import Plan
+from modelquirks.planner.writing import write_whole
 
 if TYPE_CHECKING:
+    from modelquirks.planner.adapter.adapter import Adapter
     from modelquirks.planner.checkpoint.manifest import Manifest
     from modelquirks.planner.model.skeleton import Skeleton
     from modelquirks.quirks.registry import Registry
 
-__all__ = ["add_arguments", "add_naming", "planned", "run"]
+__all__ = ["add_arguments", "add_naming", "naming_options", "planned", "run"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
-    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="folder, weight file or index")
+    parser.add_argument("checkpoint", metavar="CHECKPOINT", help=CHECKPOINT_HELP)
     parser.add_argument("--dry-run", action="store_true", help="only plan: no weight is read")
     parser.add_argument("--json", action="store_true", help="write JSON instead of tables")
     parser.add_argument("--all", action="store_true", help="list everything, however long")
     parser.add_argument("-o", "--output", metavar="FILE", type=Path, help="save the plan as JSON")
+    add_html(parser)
     add_model(parser)
+    add_adapter(parser)
+    add_hub(parser)
     add_no_plugin(parser)
     group = add_placing(parser)
     add_offload(group)
     add_loading(parser)
-    add_opening(parser)
+    add_opening(parser, compares=True)
     add_naming(parser)
 
 
@@ -74,10 +80,27 @@ def add_naming(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def naming_options(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the options of :func:`add_naming` as ``Dispatcher.plan`` takes them."""
+    return {
+        "aliases": args.alias,
+        "ties": args.tie,
+        "quirks": args.quirk,
+        "no_quirks": args.no_quirk,
+        "allow_missing": args.allow_missing,
+        "min_coverage": args.min_coverage,
+    }
+
+
 def run(args: argparse.Namespace) -> Exit:
     """Plan, report, and without ``--dry-run`` load."""
     options = {**offload_options(args), **loading_options(args)}
-    plan, built = _planned(args)
+    plan, built, manifest = _planned(args)
+    if args.html is not None:
+        from modelquirks.planner.report.gather import of_plan
+        from modelquirks.planner.report.page import page
+
+        write_whole(args.html, page(of_plan(plan, manifest)))
     if args.output is not None:
         plan.save(args.output)
     if args.materialize and plan.ok:
@@ -107,41 +130,47 @@ def verdict(plan: Plan) -> Exit:
     return Exit.UNUSABLE if plan.checkpoint["tensors"] else Exit.BAD_CALL
 
 
-def _built(args: argparse.Namespace, manifest: Manifest, registry: Registry) -> Built | None:
+def _built(
+    args: argparse.Namespace, manifest: Manifest, registry: Registry, adapter: Adapter | None
+) -> Built | None:
     """Return the model, which a dry run does without unless it is asked for."""
     spec: str | None = args.model or (None if args.dry_run else TRANSFORMERS)
     if spec is None:
         return None
     with progress("Building the model without its weights"):
-        return build(spec, manifest, registry)
+        return build(spec, manifest, registry, adapter=None if args.merge else adapter)
 
 
 def planned(args: argparse.Namespace) -> Plan:
     """Return the plan that the arguments ask for."""
-    return _planned(args)[0]
+    return _planned(args).plan
 
 
-def _planned(args: argparse.Namespace) -> tuple[Plan, Built | None]:
+class _Planned(NamedTuple):
+    plan: Plan
+    built: Built | None
+    manifest: Manifest
+
+
+def _planned(args: argparse.Namespace) -> _Planned:
     registry = load_registry(args)
     with progress("Reading headers"):
-        manifest = open_manifest(args.checkpoint, lambda: registry, opening_options(args))
-    built = _built(args, manifest, registry)
+        manifest = opened(args, lambda: registry, opening_options(args))
+        adapter = adapter_of(args, registry)
+    built = _built(args, manifest, registry, adapter)
     with progress("Planning"):
         plan = Dispatcher(registry).plan(
             manifest,
             model=None if built is None else _skeleton(built),
             dtype=args.dtype,
-            aliases=args.alias,
-            ties=args.tie,
-            quirks=args.quirk,
-            no_quirks=args.no_quirk,
-            allow_missing=args.allow_missing,
-            min_coverage=args.min_coverage,
             dequantize=args.dequantize,
             expert_offload=not getattr(args, "no_expert_offload", False),
+            adapter=adapter,
+            merge_adapter=args.merge,
+            **naming_options(args),
             **placing_options(args),
         )
-    return plan, built
+    return _Planned(plan, built, manifest)
 
 
 def _foreseen(plan: Plan, built: Built | None, folder: str) -> Finding:

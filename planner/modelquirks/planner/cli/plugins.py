@@ -18,12 +18,30 @@ __all__ = ["add_arguments", "run"]
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
+    from modelquirks.planner.cli import plugin_check, plugin_new, plugin_show
+
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    listing = commands.add_parser(
-        "list", help="list every plugin", description="List every plugin.", allow_abbrev=False
-    )
-    listing.add_argument("--json", action="store_true", help="write JSON instead of a table")
-    add_no_plugin(listing)
+    for name, text, declare, action in (
+        ("list", "list every plugin and what it gives", _add_list, _list),
+        ("show", "show what a plugin or record says", plugin_show.add_arguments, plugin_show.run),
+        (
+            "check",
+            "check the plugins; with a checkpoint, say which records apply, and why not",
+            plugin_check.add_arguments,
+            plugin_check.run,
+        ),
+        ("new", "make a package with a quirk of yours", plugin_new.add_arguments, plugin_new.run),
+    ):
+        command = commands.add_parser(
+            name, help=text, description=f"{text[0].upper()}{text[1:]}.", allow_abbrev=False
+        )
+        declare(command)
+        add_no_plugin(command)
+        command.set_defaults(action=action)
+
+
+def _add_list(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="write JSON instead of a table")
 
 
 def add_no_plugin(parser: argparse.ArgumentParser) -> None:
@@ -46,8 +64,13 @@ def load_registry(args: argparse.Namespace) -> Registry:
 
 
 def run(args: argparse.Namespace) -> Exit:
+    """Do what the sub-command says."""
+    code: Exit = args.action(args, load_registry(args))
+    return code
+
+
+def _list(args: argparse.Namespace, registry: Registry) -> Exit:
     """List the plugins; UNUSABLE if one of them, or something it gives, is not used."""
-    registry = load_registry(args)
     if args.json:
         report = {
             "schema": SCHEMA,

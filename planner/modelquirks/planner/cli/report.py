@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from modelquirks.planner.cli.terminal import Cell, Column, Styled, Terminal
 from modelquirks.planner.placement.memory import show_bytes
+from modelquirks.planner.wording import counted, show_shape, summary
 from modelquirks.quirks.family import Family, show
 
 if TYPE_CHECKING:
+    import argparse
+
     from modelquirks.planner.checkpoint.manifest import Manifest
     from modelquirks.planner.finding import Finding
     from modelquirks.quirks.registry import PluginInfo
@@ -18,12 +22,11 @@ if TYPE_CHECKING:
 __all__ = [
     "SCHEMA",
     "STYLES",
-    "counted",
+    "add_html",
     "say_left_out",
     "show_findings",
     "show_manifest",
     "show_plugins",
-    "summary",
     "write_json",
 ]
 
@@ -32,8 +35,17 @@ SCHEMA = 1
 
 _SHOWN_FAMILIES = 100
 _SHOWN_FINDINGS = 20
+_NARROW = 72
+"""Columns below which families are listed without a table."""
 STYLES = {"error": "bold red", "warning": "yellow", "info": "cyan"}
 """Severity → style, the gravest first."""
+
+
+def add_html(parser: argparse.ArgumentParser) -> None:
+    """Declare ``--html``."""
+    parser.add_argument(
+        "--html", metavar="FILE", type=Path, help="write a page to look at: one file, no network"
+    )
 
 
 def write_json(report: Mapping[str, Any], stream: TextIO) -> None:
@@ -41,31 +53,9 @@ def write_json(report: Mapping[str, Any], stream: TextIO) -> None:
     stream.write(f"{json.dumps(report, indent=2)}\n")
 
 
-def counted(number: int, singular: str, plural: str = "") -> str:
-    """Return a number with its noun.
-
-    >>> counted(1, "family", "families"), counted(35743, "tensor")
-    ('1 family', '35,743 tensors')
-    """
-    return f"{number:,} {singular if number == 1 else plural or f'{singular}s'}"
-
-
-def summary(checkpoint: Mapping[str, Any]) -> str:
-    """Return what the checkpoint is, in half a line, from the object of the JSON report."""
-    parts = [
-        str(checkpoint["format"]),
-        counted(checkpoint["tensors"], "tensor"),
-        counted(checkpoint["families"], "family", "families"),
-        counted(checkpoint["shards"], "file"),
-    ]
-    if checkpoint["total_bytes"] is not None:
-        parts.append(show_bytes(checkpoint["total_bytes"]))
-    return ", ".join(parts)
-
-
 def show_manifest(out: Terminal, manifest: Manifest, *, everything: bool) -> None:
     """Write what the checkpoint holds, by family, and what was noticed about it."""
-    out.say(str(manifest.path), style="bold")
+    out.say(manifest.shown, style="bold")
     out.say(summary(manifest.to_json()), indent=2)
     families = list(manifest.families.values())
     if families:
@@ -113,6 +103,10 @@ def _show_families(
 ) -> None:
     """Write one line a family; of names alone, only how many there are of each."""
     kept = families if everything else families[:_SHOWN_FAMILIES]
+    if out.width < _NARROW:
+        _list_families(out, manifest, kept)
+        say_left_out(out, len(families) - len(kept), "family", "families")
+        return
     columns = [Column("Family", folds=True), Column("Tensors", "right")]
     rows: list[list[Cell]] = [[show(f.template), f"{len(f):,}"] for f in kept]
     if any(tensor.dtype is not None for tensor in manifest.tensors.values()):
@@ -121,6 +115,16 @@ def _show_families(
             row += _facts(manifest, family.names)
     out.table(columns, rows)
     say_left_out(out, len(families) - len(kept), "family", "families")
+
+
+def _list_families(out: Terminal, manifest: Manifest, families: Sequence[Family]) -> None:
+    """Write each family with its facts in lines of their own: a table would be all name."""
+    for family in families:
+        facts = [counted(len(family), "tensor")]
+        if any(manifest.tensors[name].dtype is not None for name in family.names):
+            facts += _facts(manifest, family.names)
+        out.say(show(family.template))
+        out.say(", ".join(facts), indent=2, style="dim")
 
 
 def _facts(manifest: Manifest, names: Sequence[str]) -> tuple[str, str, str]:
@@ -133,15 +137,9 @@ def _facts(manifest: Manifest, names: Sequence[str]) -> tuple[str, str, str]:
     shape = next(iter(shapes)) if len(shapes) == 1 else None
     return (
         ", ".join(dtypes) if len(dtypes) < 3 else counted(len(dtypes), "dtype"),
-        counted(len(shapes), "shape") if len(shapes) > 1 else _shape(shape),
+        counted(len(shapes), "shape") if len(shapes) > 1 else show_shape(shape),
         show_bytes(sum(known)) if len(known) == len(sizes) else "?",
     )
-
-
-def _shape(shape: tuple[int, ...] | None) -> str:
-    if shape is None:
-        return "?"
-    return f"[{', '.join(map(str, shape))}]"
 
 
 def _hooks(hooks: Sequence[str]) -> str:

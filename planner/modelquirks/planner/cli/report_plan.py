@@ -6,26 +6,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from modelquirks.planner.cli.report import (
-    STYLES,
-    counted,
-    say_left_out,
-    show_findings,
-    summary,
-)
+from modelquirks.planner.cli.report import STYLES, say_left_out, show_findings
 from modelquirks.planner.cli.terminal import Cell, Column, Styled, Terminal
-from modelquirks.planner.placement.counts import EXACT
-from modelquirks.planner.placement.machine import ASSUMED
 from modelquirks.planner.placement.memory import Device, show_bytes
-from modelquirks.planner.placement.placement import Prediction
+from modelquirks.planner.placement.outlook import predicted
+from modelquirks.planner.wording import compact_names, counted, show_seconds, summary
 
 if TYPE_CHECKING:
+    from modelquirks.planner.adapter.joint import AdapterFacts
     from modelquirks.planner.execution.execute import ExecutionReport
     from modelquirks.planner.mapping.audit import Audit, Entry, Suggestion
     from modelquirks.planner.placement.placement import Placement
     from modelquirks.planner.plan import Plan
 
-__all__ = ["compact_names", "predicted", "show_loaded", "show_plan", "show_seconds", "show_verdict"]
+__all__ = ["show_loaded", "show_plan", "show_verdict"]
 
 _SHOWN_NAMES = 20
 _SHOWN_ENTRIES = 100
@@ -34,11 +28,12 @@ _TROUBLE = ("missing", "mismatched", "duplicate", "unexpected")
 
 def show_plan(out: Terminal, plan: Plan, *, everything: bool) -> None:
     """Write all of *plan* but the verdict."""
-    out.say(str(plan.path), style="bold")
+    out.say(str(plan.origin or plan.path), style="bold")
     out.say(summary(plan.checkpoint), indent=2)
     if plan.model is not None:
         out.say(f"for {plan.model.source}, {counted(plan.model.tensors, 'tensor')}", indent=2)
     _show_quirks(out, plan)
+    _show_adapter(out, plan.adapter)
     if plan.model is not None:
         _show_audit(out, plan.audit, everything=everything)
     _show_placement(out, plan.placement)
@@ -105,6 +100,21 @@ def _show_quirks(out: Terminal, plan: Plan) -> None:
     for quirk in plan.quirks:
         origin = f"{quirk.distribution} {quirk.version}".strip()
         out.say(f"{quirk.name}{f' ({origin})' if origin else ''}: {quirk.why}", indent=2)
+
+
+def _show_adapter(out: Terminal, adapter: AdapterFacts | None) -> None:
+    """Write what is put on the base, and which of its weights that changes."""
+    if adapter is None:
+        return
+    out.say()
+    how = "merged into the weights" if adapter.merged else "beside the weights"
+    whose = f", trained on {adapter.base}" if adapter.base else ""
+    out.say(f"Adapter: {adapter.path}", style="bold")
+    out.say(f"{adapter.method}, {counted(adapter.tensors, 'tensor')}{whose}, {how}", indent=2)
+    out.table(
+        (Column("Changed"), Column("Weights", "right"), Column("How", folds=True)),
+        [(one.family, f"{one.weights:,}", one.change) for one in adapter.changes],
+    )
 
 
 def _show_audit(out: Terminal, audit: Audit, *, everything: bool) -> None:
@@ -216,37 +226,6 @@ def _show_placement(out: Terminal, placement: Placement) -> None:
         out.say(predicted(placement.prediction))
 
 
-def show_seconds(seconds: float) -> str:
-    """Return a time as people read it.
-
-    >>> show_seconds(0.0123), show_seconds(2.5), show_seconds(1e-7)
-    ('12.3 ms', '2.5 s', 'under 0.01 ms')
-    """
-    if seconds >= 1:
-        return f"{seconds:.3g} s"
-    return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-5 else "under 0.01 ms"
-
-
-def predicted(prediction: Prediction) -> str:
-    """Return what a step takes, and how far that is from the best, in one sentence.
-
-    >>> predicted(Prediction(0.02, 0.02, "latency", 1, "24gb+64gb"))
-    'Predicted: 20 ms a token by the rates of 24gb+64gb; no placement takes less.'
-    """
-    seconds, bound, objective, batch, machine = prediction
-    what = "to the first token" if objective == "startup" else "a token"
-    if batch > 1:
-        rate = prediction.tokens_per_second
-        what = f"a step of {batch} sequences ({rate:.3g} tokens a second)"
-    whose = "assumed rates" if machine == ASSUMED else f"the rates of {machine}"
-    text = f"Predicted: {show_seconds(seconds)} {what} by {whose}"
-    if bound is None or prediction.gap is None:
-        return f"{text}."
-    if prediction.gap <= EXACT:
-        return f"{text}; no placement takes less."
-    return f"{text}; the best there is takes at most {prediction.gap:.1%} less."
-
-
 def _share(used: int, capacity: int | None) -> str:
     return "" if not capacity else f"{used / capacity:.0%}"
 
@@ -256,28 +235,3 @@ def _by_device(device_map: Mapping[str, Device]) -> Mapping[Device, list[str]]:
     for name, device in device_map.items():
         by_device.setdefault(device, []).append(name)
     return by_device
-
-
-def compact_names(names: Sequence[str]) -> list[str]:
-    """Return module names with neighbours of one list as a range; the root is ``(all)``.
-
-    >>> compact_names(["embed", "layers.0", "layers.1", "layers.2", "layers.10", ""])
-    ['embed', 'layers.0-2', 'layers.10', '(all)']
-    """
-    runs: list[tuple[str, int | None, int | None]] = []
-    for name in names:
-        head, _, last = name.rpartition(".")
-        if not last.isdecimal():
-            runs.append((name, None, None))
-        elif runs and runs[-1][0] == head and runs[-1][2] == int(last) - 1:
-            runs[-1] = (head, runs[-1][1], int(last))
-        else:
-            runs.append((head, int(last), int(last)))
-    return [_run(*run) for run in runs]
-
-
-def _run(head: str, first: int | None, last: int | None) -> str:
-    if first is None:
-        return head or "(all)"
-    prefix = f"{head}." if head else ""
-    return f"{prefix}{first}" if first == last else f"{prefix}{first}-{last}"

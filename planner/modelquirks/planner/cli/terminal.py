@@ -8,6 +8,7 @@ markup, and characters that do not print are shown as escapes.
 from __future__ import annotations
 
 import os
+import re
 import sys
 import textwrap
 from collections.abc import Generator, Iterable, Mapping, Sequence
@@ -15,16 +16,21 @@ from contextlib import contextmanager
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal, NamedTuple, TextIO
 
+from modelquirks.planner.wording import clean
+
 if TYPE_CHECKING:
     from threading import Event
 
     from rich.box import Box
-    from rich.console import Console, RenderableType
+    from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+    from rich.measure import Measurement
     from rich.text import Text
 
-__all__ = ["Cell", "Column", "Styled", "Terminal", "clean", "note", "progress", "wants_colour"]
+__all__ = ["Cell", "Column", "Styled", "Terminal", "folded", "note", "progress", "wants_colour"]
 
 _PLAIN = str.maketrans({"…": "...", "→": "->", "\u00d7": "x", "≥": ">=", "≤": "<="})
+_PIECE = re.compile(r"[^.,/ ]*[.,/]|[^.,/ ]+")
+"""What a long word may be broken into."""
 _PROGRESS_AFTER_S = 1.0
 
 
@@ -41,25 +47,14 @@ Cell = str | Styled
 
 
 class Column(NamedTuple):
-    """One column of a table. Text of a column that folds may take several lines."""
+    """One column of a table. Text of a column that folds may take several lines.
+
+    Names are broken behind a dot, where they can be.
+    """
 
     title: str
     align: Literal["left", "right"] = "left"
     folds: bool = False
-
-
-def clean(text: str) -> str:
-    r"""Return *text* with every character that does not print written as an escape.
-
-    >>> clean("a\x1b[31m\nb")
-    'a\\x1b[31m\\nb'
-    """
-    if text.isprintable():
-        return text
-    return "".join(
-        char if char.isprintable() else char.encode("unicode_escape").decode("ascii")
-        for char in text
-    )
 
 
 def wants_colour(stream: TextIO, environ: Mapping[str, str]) -> bool:
@@ -128,6 +123,11 @@ class Terminal:
         )
         self._write(self._text(Styled(wrapped, style), is_clean=True), is_wrapped=True)
 
+    @property
+    def width(self) -> int:
+        """Columns that fit beside each other."""
+        return self._console.width
+
     def table(self, columns: Sequence[Column], rows: Iterable[Sequence[Cell]]) -> None:
         """Write *rows* under the titles of *columns*; a table without titles has no head."""
         from rich.table import Table
@@ -145,13 +145,13 @@ class Terminal:
                 column.title, justify=column.align, no_wrap=not column.folds, overflow="fold"
             )
         for row in rows:
-            table.add_row(*map(self._cell, row))
+            table.add_row(*map(self._cell, row, [column.folds for column in columns]))
         self._write(table)
 
-    def _cell(self, cell: Cell) -> RenderableType:
+    def _cell(self, cell: Cell, folds: bool) -> RenderableType:
         from rich.padding import Padding
 
-        text = self._text(cell)
+        text = _Folding(self._text(cell)) if folds else self._text(cell)
         indent = cell.indent if isinstance(cell, Styled) else 0
         return Padding(text, (0, 0, 0, indent)) if indent else text
 
@@ -194,6 +194,49 @@ class Terminal:
         rule = "─" if _is_unicode(self._stream) else "-"
         blank = "    \n"
         return Box(f"{blank * 2} {rule * 2} \n{blank * 5}", ascii=rule == "-")
+
+
+def folded(text: str, width: int) -> list[str]:
+    """Return *text* in lines of at most *width*: words whole, long names in whole segments.
+
+    >>> folded("see model.layers.*.mlp.up_proj.weight", 22)
+    ['see', 'model.layers.*.mlp.', 'up_proj.weight']
+    """
+    lines = [""]
+    for word in text.split(" "):
+        space = " " if lines[-1] else ""
+        if len(lines[-1]) + len(space) + len(word) <= width:
+            lines[-1] += space + word
+            continue
+        if lines[-1]:
+            lines.append("")
+        for piece in _PIECE.findall(word):
+            if lines[-1] and len(lines[-1]) + len(piece) > width:
+                lines.append("")
+            lines[-1] += piece
+            while len(lines[-1]) > width:
+                lines[-1:] = [lines[-1][:width], lines[-1][width:]]
+    return lines
+
+
+class _Folding:
+    """Text for a column that folds, as rich asks for it."""
+
+    def __init__(self, text: Text) -> None:
+        self._text = text
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        from rich.text import Text
+
+        for line in folded(self._text.plain, max(1, options.max_width)):
+            yield Text(line, self._text.style)
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        from rich.measure import Measurement
+
+        pieces = _PIECE.findall(self._text.plain.replace(" ", ""))
+        least = max((len(piece) for piece in pieces), default=0)
+        return Measurement(min(least, options.max_width), min(len(self._text), options.max_width))
 
 
 def _spin(text: str, done: Event) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
@@ -35,23 +35,15 @@ from torch.futures import Future
 from modelquirks.planner.distributed.agreement import Agreement, judge
 from modelquirks.planner.distributed.shard import local_part
 from modelquirks.planner.dtypes import to_torch
-from modelquirks.planner.execution.evaluate import evaluate, node_type, torch_shape
+from modelquirks.planner.execution.evaluate import torch_shape
+from modelquirks.planner.execution.loaditem import LoadItem
 from modelquirks.planner.execution.perform import unchanged
 from modelquirks.planner.execution.reader import Reader, Region
+from modelquirks.planner.execution.stream import planned_items
 from modelquirks.planner.plan import Plan, PlanError
-from modelquirks.quirks.recipe import Node
 from modelquirks.quirks.registry import Registry
 
 __all__ = ["PartPlanner", "PlanReader"]
-
-
-class _Entry(NamedTuple):
-    """How one tensor is made."""
-
-    node: Node
-    env: Mapping[str, int]
-    dtype: str
-    shape: tuple[int, ...]
 
 
 class PlanReader(StorageReader):
@@ -69,37 +61,27 @@ class PlanReader(StorageReader):
         """
         if not plan.ok:
             raise PlanError(plan.refusal())
-        if plan.model is None:
-            raise PlanError("the plan was made without a model, so no tensor has a name in one")
         manifest = unchanged(plan)
         self._plan, self._prefix = plan, prefix
         self._schemes = (plan.registry or Registry.load()).schemes
         self._reader = Reader(manifest.root, manifest.readable)
-        self._entries = dict(self._all_entries())
+        self._items = {
+            prefix + name: item
+            for item in planned_items(plan, self._reader, self._schemes)
+            for name in item.names
+        }
 
     @property
     def bytes_read(self) -> int:
         """Bytes of the stored tensors and regions that were asked for so far."""
         return self._reader.bytes_read
 
-    def _all_entries(self) -> Iterator[tuple[str, _Entry]]:
-        names: dict[str, list[str]] = {}
-        for alias, owner in self._plan.aliases.items():
-            names.setdefault(owner, []).append(alias)
-        types, read = self._reader.type_of, self._reader.read
-        for recipe in self._plan.recipes:
-            for name, env in recipe.items():
-                made = node_type(recipe.node, env, types=types, schemes=self._schemes, read=read)
-                entry = _Entry(recipe.node, env, recipe.type.dtype or made.dtype, made.shape)
-                for each in (name, *names.get(name, ())):
-                    yield self._prefix + each, entry
-
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Do nothing: the plan says what is read."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Return names, dtypes and shapes."""
-        return Metadata({name: _described(entry) for name, entry in self._entries.items()})
+        return Metadata({name: _described(item) for name, item in self._items.items()})
 
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
@@ -128,20 +110,17 @@ class PlanReader(StorageReader):
         return done
 
     def _made(self, item: ReadItem) -> torch.Tensor:
-        entry = self._entries[item.storage_index.fqn]
+        planned = self._items[item.storage_index.fqn]
         bounds = zip(item.storage_offsets, item.lengths, strict=True)
         region: Region = tuple((start, start + length) for start, length in bounds)
-        if entry.dtype == "F4":  # two values in each element of the last dimension
+        if planned.dtype == "F4":  # two values in each element of the last dimension
             *outer, (start, stop) = region
             region = (*outer, (2 * start, 2 * stop))
-        return evaluate(
-            entry.node,
-            entry.env,
+        return planned.make(
             read=self._reader.read,
             types=self._reader.type_of,
             schemes=self._schemes,
             region=region,
-            dtype=to_torch(entry.dtype),
         )
 
     @classmethod
@@ -150,10 +129,10 @@ class PlanReader(StorageReader):
         return False
 
 
-def _described(entry: _Entry) -> TensorStorageMetadata:
-    size = torch.Size(torch_shape(entry.dtype, entry.shape))
+def _described(item: LoadItem) -> TensorStorageMetadata:
+    size = torch.Size(torch_shape(item.dtype, item.shape))
     chunk = ChunkStorageMetadata(torch.Size([0] * len(size)), size)
-    return TensorStorageMetadata(TensorProperties(to_torch(entry.dtype)), size, [chunk])
+    return TensorStorageMetadata(TensorProperties(to_torch(item.dtype)), size, [chunk])
 
 
 class PartPlanner(DefaultLoadPlanner):

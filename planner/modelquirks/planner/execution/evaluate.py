@@ -27,6 +27,7 @@ from modelquirks.quirks.recipe import (
     Dequantize,
     Interleave,
     Join,
+    Merge,
     Node,
     Opaque,
     Peek,
@@ -276,8 +277,8 @@ class _Maker:
                 self.fill(out.permute(back), of, env, tuple(region[i] for i in back))
             case Reshape(of):
                 self._reshape(out, node, env, region)
-            case Dequantize():
-                self._dequantize(out, node, env, region)
+            case Dequantize() | Merge():
+                self._by_scheme(out, node, env, region)
             case Opaque():
                 self._opaque(out, node, env, region)
             case Split() | View():
@@ -418,8 +419,8 @@ class _Maker:
             self._alike(node, member, env)
             self.fill(out[index - start], node.of, member, tuple(inner))
 
-    def _dequantize(
-        self, out: torch.Tensor, node: Dequantize, env: Mapping[str, int], region: Region
+    def _by_scheme(
+        self, out: torch.Tensor, node: Dequantize | Merge, env: Mapping[str, int], region: Region
     ) -> None:
         scheme = self.schemes[node.scheme]
         settings = settings_of(node, lambda packed: self.peek(packed, env))
@@ -431,7 +432,9 @@ class _Maker:
             parts: dict[str, torch.Tensor] = {}
             for role, of in node.parts:
                 part, dtype = _checked(regions[role], kinds[role]), kinds[role].dtype
-                parts[role] = self.make(of, env, part, to_torch(dtype), dtype)
+                first = isinstance(node, Merge) and role == "weight"  # cast, and changed then
+                wanted = out.dtype if first else to_torch(dtype)
+                parts[role] = self.make(of, env, part, wanted, dtype)
             plain = scheme.evaluate(parts, chunk, out.dtype, settings)
             if region:
                 (start, _), (a, b) = region[0], chunk[0]

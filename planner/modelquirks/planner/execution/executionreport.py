@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -84,9 +85,17 @@ class Clock:
 
 
 def peak_memory() -> int | None:
-    """Return the most bytes that the process has had in memory."""
+    """Return the most bytes that the process has had in memory.
+
+    Linux counts in ``ru_maxrss`` also what the process was before it became this program, so that
+    one started by a large one seems as large; ``VmHWM`` begins anew (man 5 proc).
+    """
     if sys.platform == "win32":
         return None
+    with suppress(OSError, ValueError, StopIteration):
+        with open("/proc/self/status", encoding="ascii") as status:
+            line = next(line for line in status if line.startswith("VmHWM:"))
+        return int(line.split()[1]) * 1024
     import resource
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -26,9 +26,9 @@ from modelquirks.planner.execution.reader import Region
 from modelquirks.planner.execution.rowmajor import row_major
 from modelquirks.planner.execution.upload import Upload
 from modelquirks.planner.placement.memory import Device
-from modelquirks.quirks.recipe import Cast, Dequantize, Reshape, Stack
+from modelquirks.quirks.recipe import Cast, Dequantize, Merge, Reshape, Stack
 
-__all__ = ["Loaded", "Piece", "Write", "load", "pieces", "work_bytes"]
+__all__ = ["Loaded", "Piece", "Write", "in_order", "load", "pieces", "work_bytes"]
 
 Write = Callable[[LoadItem, Region, torch.Tensor], object]
 """Writes a region of an item, as it is in memory, to a tensor on the CPU."""
@@ -82,12 +82,14 @@ def load(
     *write* makes a region of one; it is called from several threads. *tensors* are the stored
     ones. Raises :class:`ExecutionError` with the name of the first item that cannot be made.
     """
-    ordered = _in_order(wanted, tensors)
-    made = {item.name: _empty(item, device) for item, device in ordered}
+    given = [*wanted]
+    devices = {item.name: device for item, device in given}
+    ordered = in_order((item for item, _ in given), tensors)
+    made = {item.name: _empty(item, devices[item.name]) for item in ordered}
     limit, n_threads = options.memory_bytes, options.n_threads(available_cpus())
-    jobs = [p for item, _ in ordered for p in pieces(item, tensors, memory=limit // n_threads)]
+    jobs = [p for item in ordered for p in pieces(item, tensors, memory=limit // n_threads)]
     uploads = _Uploads(n_threads, max((job.nbytes for job in jobs if job.cost <= limit), default=0))
-    told = {item.name: str(device) for item, device in ordered}
+    told = {name: str(device) for name, device in devices.items()}
     options.progress.begin(_totals((told[job.item.name], job.nbytes) for job in jobs))
 
     def work(job: Piece) -> None:
@@ -129,7 +131,7 @@ def work_bytes(item: LoadItem, tensors: Mapping[str, StoredTensor]) -> float:
     for node in item.nodes():
         if isinstance(node, Cast | Reshape):
             total += 8
-        elif isinstance(node, Dequantize):
+        elif isinstance(node, Dequantize | Merge):
             total += _UNPACKING
     return total
 
@@ -169,17 +171,14 @@ def _empty(item: LoadItem, device: Device | torch.device) -> torch.Tensor:
         raise ExecutionError(f"{item} cannot be put on {device!r}: {error}") from error
 
 
-def _in_order(
-    wanted: Iterable[tuple[LoadItem, Device | torch.device]],
-    tensors: Mapping[str, StoredTensor],
-) -> list[tuple[LoadItem, Device | torch.device]]:
-    """Return them as they lie in the files, by the first tensor that each is made of."""
+def in_order(items: Iterable[LoadItem], tensors: Mapping[str, StoredTensor]) -> list[LoadItem]:
+    """Return *items* as they lie in the files, by the first tensor that each is made of."""
 
-    def place(pair: tuple[LoadItem, Device | torch.device]) -> tuple[str, int]:
-        first = next((tensors[name] for name in needs(pair[0])), None)
+    def place(item: LoadItem) -> tuple[str, int]:
+        first = next((tensors[name] for name in needs(item)), None)
         return ("", 0) if first is None else (first.shard, first.begin or 0)
 
-    return sorted(wanted, key=place)
+    return sorted(items, key=place)
 
 
 def _totals(parts: Iterable[tuple[str, int]]) -> Mapping[str, int]:

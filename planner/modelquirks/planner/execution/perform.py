@@ -9,9 +9,11 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from modelquirks.planner.adapter.adapter import open_adapter
+from modelquirks.planner.adapter.beside import beside
 from modelquirks.planner.checkpoint.fingerprint import changed, layout_digest
 from modelquirks.planner.checkpoint.manifest import Manifest
-from modelquirks.planner.checkpoint.open import open_manifest
+from modelquirks.planner.checkpoint.open import CheckpointError
 from modelquirks.planner.execution.execute import ExecutionReport, execute
 from modelquirks.planner.execution.loaditem import LoadItem
 from modelquirks.planner.execution.loadoptions import LoadOptions, Verify
@@ -21,8 +23,10 @@ from modelquirks.planner.execution.reader import Reader
 from modelquirks.planner.execution.slots import find_slots
 from modelquirks.planner.execution.target import Target
 from modelquirks.planner.finding import Finding, shown
+from modelquirks.planner.mapping.recipes import stored_names
 from modelquirks.planner.model.from_module import skeleton_of
 from modelquirks.planner.model.skeleton import Skeleton
+from modelquirks.planner.opening import fetch_files, reopened
 from modelquirks.planner.placement.devicemap import expand
 from modelquirks.planner.plan import Plan, PlanError
 from modelquirks.quirks.registry import Registry
@@ -30,7 +34,7 @@ from modelquirks.quirks.registry import Registry
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["computed", "foresee", "items_of", "perform", "same_model", "unchanged"]
+__all__ = ["computed", "files_needed", "foresee", "items_of", "perform", "same_model", "unchanged"]
 
 
 def perform(
@@ -197,9 +201,19 @@ def items_of(plan: Plan, skeleton: Skeleton, *, partial: bool = False) -> Iterat
 
 
 def unchanged(plan: Plan) -> Manifest:
-    """Open the checkpoint of *plan*; PlanError if it is not as it was."""
-    manifest = open_manifest(plan.path, lambda: plan.registry or Registry.load(), plan.opening)
-    told = [f.message for f in changed(manifest.root, plan.shards, same_place=not plan.moved)]
+    """Open the checkpoint of *plan*; PlanError if it is not as it was.
+
+    Of a commit on the hub the files that the plan reads are downloaded first, if they are not here.
+    """
+    base = reopened(plan.path, plan.origin, lambda: plan.registry or Registry.load(), plan.opening)
+    shards = plan.shards
+    if plan.origin is not None:
+        needed = files_needed(plan, base)
+        left = {shard.name for shard in base.shards}.difference(needed)
+        shards = tuple(shard for shard in shards if shard.name not in left)
+        fetch_files(base, needed)
+    manifest = _with_adapter(plan, base)
+    told = [f.message for f in changed(manifest.root, shards, same_place=not plan.moved)]
     known = {shard.name for shard in plan.shards}
     new = [shard.name for shard in manifest.shards if shard.name not in known]
     if not told and (new or layout_digest(manifest.readable) != plan.layout):
@@ -209,6 +223,30 @@ def unchanged(plan: Plan) -> Manifest:
         listed = "\n- ".join(told)
         raise PlanError(f"the checkpoint is not the one the plan was made for:\n- {listed}")
     return manifest
+
+
+def _with_adapter(plan: Plan, base: Manifest) -> Manifest:
+    """Return *base* with the adapter of *plan* as it is now, if there is one."""
+    if plan.adapter is None:
+        return base
+    try:
+        found = open_adapter(plan.adapter.path, lambda: plan.registry or Registry.load())
+    except CheckpointError as error:
+        raise PlanError(f"the adapter of the plan is not there any more: {error}") from error
+    return beside(base, found.manifest)
+
+
+def files_needed(plan: Plan, manifest: Manifest) -> tuple[str, ...]:
+    """Return the files that executing *plan* reads, relative to the checkpoint's folder."""
+    names = {
+        name
+        for recipe in plan.recipes
+        for _, env in recipe.items()
+        for name in stored_names(recipe.node, env)
+    }
+    names.update(*plan.compare)
+    found = manifest.readable
+    return tuple(dict.fromkeys(found[name].shard for name in sorted(names) if name in found))
 
 
 def same_model(

@@ -28,6 +28,7 @@ __all__ = [
     "route_faults",
     "shared_places",
     "split_places",
+    "type_faults",
     "unfilled",
     "waived",
 ]
@@ -53,7 +54,7 @@ def faults(
     yield from _uncovered(slots, items)
     known: dict[str, LoadItem] = {}
     for item in items:
-        yield from _type_faults(item, reader, schemes)
+        yield from type_faults(item, reader, schemes)
         for name in needs(item):
             known.setdefault(name, item)
     for name, wanted in known.items():
@@ -238,7 +239,8 @@ def _uncovered(slots: Mapping[str, Slot], items: Sequence[LoadItem]) -> Iterator
         )
 
 
-def _type_faults(item: LoadItem, reader: Reader, schemes: Mapping[str, Scheme]) -> Iterator[str]:
+def type_faults(item: LoadItem, reader: Reader, schemes: Mapping[str, Scheme]) -> Iterator[str]:
+    """Yield why the recipe of the item does not give what the item says, by headers."""
     try:
         for _ in stored_names(item.node, item.env):
             pass

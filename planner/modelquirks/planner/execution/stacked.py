@@ -12,6 +12,7 @@ from modelquirks.quirks.recipe import (
     Concat,
     Dequantize,
     Interleave,
+    Merge,
     Node,
     Permute,
     Stack,
@@ -73,6 +74,8 @@ def _is_stack(node: Node) -> bool:
             return dim != 0 and _all_stacks(of)
         case Dequantize(_, parts):
             return _all_stacks([part.of for part in parts])
+        case Merge(_, parts):
+            return all(_is_stack(of) for role, of in parts if role == "weight")
         case _:
             return False
 

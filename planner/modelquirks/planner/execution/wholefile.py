@@ -16,7 +16,7 @@ from modelquirks.planner.tell import tell
 if sys.platform != "win32":
     import fcntl
 
-__all__ = ["exclusive", "partials", "write_whole"]
+__all__ = ["exclusive", "partials", "sync_folder", "write_whole"]
 
 _PARTIAL = re.compile(r"\..+\.[0-9a-f]{16}\.part")
 _CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
@@ -46,7 +46,7 @@ def write_whole(path: Path, chunks: Iterable[bytes | memoryview]) -> os.stat_res
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
-    _sync_folder(path.parent)
+    sync_folder(path.parent)
     return status
 
 
@@ -121,7 +121,7 @@ def _write_all(descriptor: int, chunk: memoryview) -> None:
         chunk = chunk[os.write(descriptor, chunk) :]
 
 
-def _sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
     """Have the new name on the disk as well, where folders can be synchronised."""
     with suppress(OSError):
         descriptor = os.open(folder, os.O_RDONLY)

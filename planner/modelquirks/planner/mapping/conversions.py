@@ -20,6 +20,7 @@ from modelquirks.quirks.recipe import (
     Dequantize,
     Interleave,
     Join,
+    Merge,
     Node,
     Opaque,
     Part,
@@ -294,7 +295,7 @@ def bound(
                 return Reshape(bind(of), tuple(size_of(size, config) for size in sizes))
             case Concat(of) | Interleave(of) | Opaque(_, of):
                 return replace(node, of=tuple(map(bind, of)))
-            case Dequantize(_, parts):
+            case Dequantize(_, parts) | Merge(_, parts):
                 return replace(node, parts=tuple(Part(r, bind(n)) for r, n in parts))
             case _:
                 return replace(node, of=bind(node.of))

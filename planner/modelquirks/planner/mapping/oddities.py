@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 
-from modelquirks.planner.checkpoint.manifest import Manifest
+from modelquirks.planner.checkpoint.manifest import MARK, Manifest
 from modelquirks.planner.dtypes import nbytes
 from modelquirks.planner.finding import Finding, shown
 from modelquirks.planner.mapping.judge import Judged
@@ -38,18 +38,32 @@ def oddities(
     if _reads_narrow(account) and _scales(left):
         arriving = [found for found in account.each.values() if found.fit.node is not None]
     yield from _unscaled(arriving, manifest, left)
-    yield from _adapter(left)
+    yield from _adapter(left, manifest)
 
 
-def _adapter(unexpected: Sequence[str]) -> Iterator[Finding]:
-    """Yield a warning if an adapter lies beside the weights that it belongs to."""
-    names = [name for name in unexpected if ".lora_A." in name or ".lora_B." in name]
-    if names:
+def _adapter(unexpected: Sequence[str], manifest: Manifest) -> Iterator[Finding]:
+    """Yield a warning if an adapter lies among the weights that it belongs to."""
+    names = [n for n in unexpected if _is_lora(n) and not n.startswith(MARK)]
+    if not names:
+        return
+    told = f"{len(names)} tensors of a LoRA adapter are not loaded"
+    if any(".base_layer." in name for name in manifest.tensors):
         text = (
-            f"{len(names)} tensors of a LoRA adapter are not loaded, so the model computes without "
-            f"it: {shown(names, 3)}. Merge it into the weights first, or load it with PEFT"
+            f"this is a full model that was saved with its adapter inside ('base_layer' beside "
+            f"'lora_A'): {told}, so the model computes without it: {shown(names, 3)}. Load it into "
+            "a PEFT model, or save it again after merge_and_unload()"
         )
-        yield Finding("adapter-left-out", "warning", text)
+    else:
+        text = (
+            f"{told}: {shown(names, 3)}. They lie among weights that no adapter wraps: left over "
+            "from a merge, or never merged, in which case the model computes without them. Headers "
+            "do not tell which; an adapter in a folder of its own is planned with --adapter"
+        )
+    yield Finding("adapter-left-out", "warning", text)
+
+
+def _is_lora(name: str) -> bool:
+    return any(f".{part}." in f"{name}." for part in ("lora_A", "lora_B", "lora_magnitude_vector"))
 
 
 def _partly_used(arriving: Sequence[Judged]) -> Iterator[Finding]:

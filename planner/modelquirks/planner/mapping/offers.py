@@ -66,6 +66,8 @@ class Offers:
     another form than the model's."""
     broken: Mapping[str, Broken]
     """Names that could almost be had, and what they lack."""
+    replaced: Mapping[str, str] = field(default_factory=dict)
+    """Stored tensors that nobody is to use, and why: an adapter brings others."""
 
     @property
     def best(self) -> Mapping[str, Offer]:

@@ -12,6 +12,7 @@ from modelquirks.quirks.recipe import (
     Dequantize,
     Interleave,
     Join,
+    Merge,
     Node,
     Opaque,
     Part,
@@ -159,7 +160,7 @@ def _filled(node: Node, scope: Mapping[str, str], depth: int) -> Node:
             return replace(node, of=_filled(of, inner, depth + 1), over=str(depth))
         case Concat(of) | Interleave(of) | Opaque(_, of):
             return replace(node, of=tuple(_filled(part, scope, depth) for part in of))
-        case Dequantize(_, parts):
+        case Dequantize(_, parts) | Merge(_, parts):
             filled = (Part(role, _filled(of, scope, depth)) for role, of in parts)
             return replace(node, parts=tuple(filled))
         case _:

@@ -52,7 +52,9 @@ def left_over(
     }
     extra = _extra({name: called.get(name, name) for name in left}, resolution)
     for name in left:
-        if name in rivals:
+        if why := offers.replaced.get(name):
+            verdicts[name] = StoredVerdict("extra", why)
+        elif name in rivals:
             verdicts[name] = StoredVerdict("duplicate", rivals[name])
         elif why := extra.get(name):
             verdicts[name] = StoredVerdict("extra", why)

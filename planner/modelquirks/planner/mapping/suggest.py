@@ -128,9 +128,33 @@ def _best_alias(
         if best is not None and n_at_most <= len(best[2]):
             break
         served = dict(_served(source, target, missing, spare))
+        if _by_lot(served, missing, spare):
+            continue
         if served and (best is None or len(served) > len(best[2])):
             best = (source, target, served)
     return best
+
+
+def _by_lot(
+    served: Mapping[str, str], missing: Mapping[str, object], spare: Mapping[str, object]
+) -> bool:
+    """Tell whether another pair is as good: only ``weight`` and the shape are the same.
+
+    An embedding has the shape of the output head: ``tok.weight`` may be either.
+    """
+    if len(served) != 1:
+        return False
+    ((stored, name),) = served.items()
+    leaf = _leaf(name)
+    if stored.split(".")[-2:] == name.split(".")[-2:]:
+        return False  # the module has the same name too
+    shape = missing[name]
+    rivals = [one for names in (missing, spare) for one in names.items() if _leaf(one[0]) == leaf]
+    return sum(other in (None, shape) for _, other in rivals) > 2
+
+
+def _leaf(name: str) -> str:
+    return name.rpartition(".")[2]
 
 
 def _left(families: Mapping[str, Family], names: Collection[str]) -> Iterator[tuple[str, int]]:

@@ -53,6 +53,7 @@ def skeleton_of(model: torch.nn.Module, *, source: str = "") -> Skeleton:
         keep_dtype=_kept(declared(distinct, "_keep_in_fp32_modules_strict"), tensors),
         keep_dtype_f16=_kept(declared(distinct, "_keep_in_fp32_modules"), tensors),
         config=_config(model),
+        turned=frozenset(n for n, m in modules.items() if m.__dict__.get("is_transposed") is True),
     )
 
 

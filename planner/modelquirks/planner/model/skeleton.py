@@ -52,6 +52,8 @@ class Skeleton:
     keep_dtype_f16: tuple[str, ...] = ()
     """The same, only when float16 is asked for (its range is too small for them)."""
     config: Mapping[str, object] = field(default_factory=dict)
+    turned: frozenset[str] = frozenset()
+    """Modules whose stacked experts are ``[in, out]`` (transformers: ``is_transposed``)."""
 
     @cached_property
     def kinds(self) -> frozenset[Kind]:

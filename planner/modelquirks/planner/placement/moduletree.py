@@ -11,7 +11,7 @@ from modelquirks.planner.finding import shown
 from modelquirks.planner.names import parent
 from modelquirks.planner.placement.memory import Device
 
-__all__ = ["Module", "ModuleTree", "is_offloaded", "runs_on", "used_bytes"]
+__all__ = ["Module", "ModuleTree", "held", "is_offloaded", "runs_on", "used_bytes"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,20 +173,32 @@ def used_bytes(
     *,
     offload_buffers: bool,
 ) -> dict[Device, int]:
-    """Return the bytes that each device holds when *tree* is placed on *devices*.
-
-    Ties count once. What stays on the main device counts there.
-    """
+    """Return the bytes that each device holds when *tree* is placed on *devices*."""
     used: dict[Device, int] = {}
-    for name, size in tree.sizes.items():
+    for name, device in held(tree, devices, main, offload_buffers=offload_buffers):
+        used[device] = used.get(device, 0) + tree.sizes[name]
+    return used
+
+
+def held(
+    tree: ModuleTree,
+    devices: Mapping[str, Device],
+    main: Device | None,
+    *,
+    offload_buffers: bool,
+) -> Iterator[tuple[str, Device]]:
+    """Yield each tensor that is placed, with the device whose memory it takes.
+
+    Ties count once, under their owner. What stays on the main device counts there.
+    """
+    for name in tree.sizes:
         device = devices.get(name)
         if device is None:
             continue
         stays = tree.stays(name, offload_buffers=offload_buffers)
         if stays or not is_offloaded(device, main):
             device = runs_on(device, main)
-        used[device] = used.get(device, 0) + size
-    return used
+        yield name, device
 
 
 def _enter(name: str, parts: dict[str, list[str]]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Any, NamedTuple
@@ -142,6 +142,8 @@ class Placement:
     prediction: Prediction | None = None
     inputs: Inputs | None = field(default=None, compare=False, repr=False)
     """None for a map that somebody wrote."""
+    tree: Callable[[], ModuleTree] | None = field(default=None, compare=False, repr=False)
+    """Gives the bytes of every tensor. None if nothing was placed, and for a plan from a file."""
 
     @property
     def ok(self) -> bool:
@@ -209,7 +211,9 @@ def _chosen(
     if solution is None:
         unused = {device: DeviceMemory(memory[device], 0) for device in canonical_order(memory)}
         why = (*wrong,) or (does_not_fit(ways, setting),)
-        return Placement({}, {}, unused, None, policy, {}, why, inputs=inputs)
+        return Placement(
+            {}, {}, unused, None, policy, {}, why, inputs=inputs, tree=lambda: outline.whole
+        )
     devices = _settled(tree, solution)
     main = solution.problem.main
     used = set(devices.values())
@@ -236,6 +240,7 @@ def _chosen(
             offload_buffers=offload_buffers,
         ),
         inputs=inputs,
+        tree=lambda: outline.whole,
     )
 
 
@@ -320,6 +325,7 @@ def _given(
             if whole
             else None
         ),
+        tree=lambda: tree,
     )
 
 

@@ -24,7 +24,9 @@ def open_state(root: Path, options: OpenOptions = AS_USUAL) -> Opened:
     states are there and none is named, an error lists them.
     """
     try:
-        structure = read_structure(root, tag=options.tag, weights=options.weights)
+        structure = read_structure(
+            root, tag=options.tag, weights=options.weights, expect=options.expect
+        )
     except CheckpointError as error:
         unknown = Finding("state-unknown", "error", str(error))
         return Opened("deepspeed", {}, {}, (), (unknown,), chosen=options)
@@ -43,8 +45,12 @@ def open_state(root: Path, options: OpenOptions = AS_USUAL) -> Opened:
         tensors={name: recipe(parameter) for name, parameter in found.items()},
         shards=tuple(shard_of(root, file) for file in sorted(files)),
         findings=structure.findings,
+<<<<<<< HEAD
         container=_container(structure.grid),
         chosen=OpenOptions(structure.weights, below if prefix else options.tag),
+=======
+        chosen=OpenOptions(structure.weights, below if prefix else options.tag, options.expect),
+>>>>>>> main
     )
 
 

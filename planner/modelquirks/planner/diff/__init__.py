@@ -1,0 +1,1 @@
+"""What differs between two checkpoints, or two plans: ``sides`` reads them, ``compare`` tells."""
