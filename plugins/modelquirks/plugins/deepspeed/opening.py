@@ -45,12 +45,8 @@ def open_state(root: Path, options: OpenOptions = AS_USUAL) -> Opened:
         tensors={name: recipe(parameter) for name, parameter in found.items()},
         shards=tuple(shard_of(root, file) for file in sorted(files)),
         findings=structure.findings,
-<<<<<<< HEAD
         container=_container(structure.grid),
-        chosen=OpenOptions(structure.weights, below if prefix else options.tag),
-=======
         chosen=OpenOptions(structure.weights, below if prefix else options.tag, options.expect),
->>>>>>> main
     )
 
 

@@ -112,13 +112,7 @@ def _with_records(
     if isinstance(value, dict) and depth < _MAX_DEPTH:
         below = f"{name}." if name else ""
         return {
-<<<<<<< HEAD
             key: _with_records(item, shares, problems, f"{below}{key}", depth + 1)
-=======
-            key: _with_records(
-                item, shares, problems, f"{name}.{key}" if name else str(key), depth + 1
-            )
->>>>>>> main
             for key, item in value.items()
         }
     if not is_share(value):

@@ -227,11 +227,7 @@ def _faults(
         twice = sorted({name for name in names if names.count(name) > 1})
         yield _error("duplicate-name", f"{shard!r} has tensors twice: {shown(twice)}.")
     ordered = sorted(tensors, key=lambda t: t.begin)
-<<<<<<< HEAD
     pairs = pairwise(ordered)
-=======
-    pairs = zip(ordered, ordered[1:], strict=False)
->>>>>>> main
     over = [
         f"{a.name} and {b.name}" for a, b in pairs if a.type and a.end > b.begin and b.end > b.begin
     ]

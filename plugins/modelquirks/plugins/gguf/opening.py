@@ -43,20 +43,7 @@ def open_folder(root: Path, names: Sequence[str]) -> Opened:
         return opened
     text = f"the projector of images is a model of its own, and not read: {shown(aside)}."
     about = Finding("other-copies", "info", text)
-<<<<<<< HEAD
     return replace(opened, findings=(*opened.findings, about))
-=======
-    return Opened(
-        opened.format,
-        opened.places,
-        opened.tensors,
-        opened.shards,
-        (*opened.findings, about),
-        opened.container,
-        opened.metadata,
-        opened.config,
-    )
->>>>>>> main
 
 
 def _key(name: str) -> str:
