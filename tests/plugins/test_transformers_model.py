@@ -1,6 +1,7 @@
 """Models built from config.json by what transformers has, and by nothing else."""
 
 import copy
+import json
 from collections.abc import Callable
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -8,8 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
+from modelquirks.planner import Dispatcher
+from modelquirks.planner.cli import main
 from modelquirks.plugins import transformers as plugin
 
 Manifest = Callable[[str], tuple[list[str], dict[str, Any]]]
@@ -190,3 +194,33 @@ def test_the_text_part_is_taken_where_the_class_is_for_text() -> None:
     text = {**LLAMA, "model_type": "gemma3_text", "head_dim": 8}
     config = {"architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3", "text_config": text}
     assert built(config).config.hidden_size == 32
+
+
+def test_the_command_line_plans_by_the_rules_of_the_library_as_python_does(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Names of the days of TensorFlow: only transformers' own rules know them."""
+    from transformers import BertConfig, BertModel
+
+    settings = BertConfig(
+        vocab_size=32,
+        hidden_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=16,
+        max_position_embeddings=16,
+    )
+    model = BertModel(settings)
+    model.save_pretrained(tmp_path)
+    tensors = {
+        name.replace("LayerNorm.weight", "LayerNorm.gamma").replace("Norm.bias", "Norm.beta"): t
+        for name, t in model.state_dict().items()
+    }
+    assert tensors.keys() != model.state_dict().keys()
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    words = ["plan", str(tmp_path), "--model", "transformers", "--max-memory", "cpu=1GiB"]
+    assert main([*words, "--dry-run", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    plan = Dispatcher().plan(tmp_path, model=model, max_memory={"cpu": "1GiB"})
+    assert told["audit"] == json.loads(json.dumps(plan.audit.to_json()))
+    assert main(words) == 0

@@ -161,7 +161,7 @@ def _planned(args: argparse.Namespace) -> _Planned:
     with progress("Planning"):
         plan = Dispatcher(registry).plan(
             manifest,
-            model=None if built is None else _skeleton(built),
+            model=None if built is None else built.model,  # not its skeleton: a library has rules
             dtype=args.dtype,
             dequantize=args.dequantize,
             expert_offload=not getattr(args, "no_expert_offload", False),
@@ -170,6 +170,8 @@ def _planned(args: argparse.Namespace) -> _Planned:
             **naming_options(args),
             **placing_options(args),
         )
+    if built is not None and plan.model is not None:
+        plan = replace(plan, model=plan.model._replace(source=built.source))
     return _Planned(plan, built, manifest)
 
 
