@@ -364,6 +364,8 @@ def write(name: str, root: Path) -> None:
         for _ in range(3 if kind.startswith("tiny") else 2):
             run.step()
         truth = run.weights()
+        if options:
+            truth = {n: t for n, t in truth.items() if not n.startswith("frozen.")}
         run.engine.save_checkpoint(str(root), tag=tag, **options)
         if dist.get_rank() == 0:
             other = "_A" if tag == "A" else ""
