@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import io
+import pickle
+import struct
+import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 
+from modelquirks.planner import Dispatcher
 from modelquirks.planner.checkpoint.header import Header
 from modelquirks.planner.checkpoint.torch_zip import read_torch
 
@@ -108,3 +113,80 @@ def test_a_module_under_a_key_is_read_without_its_class(tmp_path: Path) -> None:
 
     assert "under 'model'" in found["whole-module"]
     assert "Net" in found["pickle-objects"]
+
+
+# ------------------------------------------------------------------------------ before torch 0.2
+
+
+def as_tar(path: Path, value: dict[str, torch.Tensor]) -> Path:
+    """Write what torch 0.1 wrote, by the rules of the code that still reads it."""
+    storages = io.BytesIO()
+    tensors = io.BytesIO()
+    pickle.dump(len(value), storages, protocol=2)
+    pickle.dump(len(value), tensors, protocol=2)
+    for number, tensor in enumerate(value.values()):
+        kind = {torch.float32: torch.FloatStorage, torch.int64: torch.LongStorage}[tensor.dtype]
+        flat = tensor.contiguous().view(-1)
+        pickle.dump((number, "cpu", kind), storages, protocol=2)
+        storages.write(struct.pack("<q", flat.numel()) + flat.numpy().tobytes())
+        pickle.dump((100 + number, number, kind), tensors, protocol=2)
+        tensors.write(struct.pack("<ii", tensor.dim(), 0))
+        dims = (*tensor.shape, *tensor.contiguous().stride(), 0)
+        tensors.write(struct.pack(f"<{len(dims)}q", *dims))
+    pickle.dump([], storages, protocol=2)
+    pickled = io.BytesIO()
+    pickler = Pickler(pickled, protocol=2)
+    pickler.keys = {id(tensor): str(100 + n) for n, tensor in enumerate(value.values())}
+    pickler.dump(value)
+    with tarfile.open(path, "w:", format=tarfile.PAX_FORMAT) as archive:
+        for name, part in (("storages", storages), ("tensors", tensors), ("pickle", pickled)):
+            info = tarfile.TarInfo(name)
+            info.size = len(part.getvalue())
+            archive.addfile(info, io.BytesIO(part.getvalue()))
+    return path
+
+
+class Pickler(pickle.Pickler):
+    keys: dict[int, str]
+
+    def persistent_id(self, obj: Any) -> str | None:
+        return self.keys.get(id(obj))
+
+
+OLD = {"lin.weight": torch.randn(3, 4), "lin.bias": torch.randn(3), "count": torch.tensor([7])}
+
+
+def test_a_tar_file_is_read_as_torch_reads_it(tmp_path: Path) -> None:
+    path = as_tar(tmp_path / "old.pt", OLD)
+    theirs = torch.load(path, weights_only=False)
+
+    header = read_torch(path)
+
+    assert not header.findings
+    raw = path.read_bytes()
+    for name, tensor in theirs.items():
+        stored = header.entries[name]
+        assert (stored.shape, raw[stored.begin : stored.end]) == (
+            tuple(tensor.shape),
+            tensor.numpy().tobytes(),
+        )
+
+
+def test_a_tar_file_loads_through_a_plan(tmp_path: Path) -> None:
+    path = as_tar(tmp_path / "old.pt", {"weight": OLD["lin.weight"], "bias": OLD["lin.bias"]})
+    model = nn.Linear(4, 3)
+
+    plan = Dispatcher().plan(path, model=model, device_map=None)
+
+    assert plan.ok, plan.problems
+    assert torch.equal(plan.execute(model).state_dict()["weight"], OLD["lin.weight"])
+
+
+def test_other_tar_files_and_cut_off_ones_are_told(tmp_path: Path) -> None:
+    path = as_tar(tmp_path / "old.pt", OLD)
+    path.write_bytes(path.read_bytes()[:700])
+    assert "cut off" in said(read_torch(path))["pickle-invalid"]
+
+    with tarfile.open(tmp_path / "model.nemo", "w:") as archive:
+        archive.addfile(tarfile.TarInfo("model_config.yaml"))
+    assert "tar archive" in said(read_torch(tmp_path / "model.nemo"))["pickle-invalid"]

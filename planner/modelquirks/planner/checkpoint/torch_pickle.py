@@ -61,14 +61,17 @@ class TorchPickle(NamedTuple):
     storages: dict[str, StorageRecord]
 
 
-def load(file: BinaryIO) -> TorchPickle:
+def load(file: BinaryIO, known: Mapping[str, Any] | None = None) -> TorchPickle:
     """Return the next pickle in *file*, with a :class:`TensorRecord` for every plain tensor.
 
-    Raises :class:`PickleProblem` for bytes that are no pickle.
+    *known* are the values of its identifiers, for formats that have them elsewhere. Raises
+    :class:`PickleProblem` for bytes that are no pickle.
     """
     storages: dict[str, StorageRecord] = {}
 
-    def persistent(identifier: Any) -> StorageRecord:
+    def persistent(identifier: Any) -> Any:
+        if known is not None and str(identifier) in known:
+            return known[str(identifier)]
         storage = _storage(identifier)
         if storages.setdefault(storage.key, storage).nbytes != storage.nbytes:
             raise PickleProblem(f"gives the storage {storage.key!r} two sizes")

@@ -26,6 +26,7 @@ from modelquirks.planner.checkpoint.place_tensors import place_tensors
 from modelquirks.planner.checkpoint.torch_content import TorchContent, weights_of
 from modelquirks.planner.checkpoint.torch_legacy import read_legacy
 from modelquirks.planner.checkpoint.torch_pickle import StorageRecord, TensorRecord, load
+from modelquirks.planner.checkpoint.torch_tar import read_tar
 from modelquirks.planner.finding import Finding, shown
 
 __all__ = ["read_content", "read_item", "read_torch"]
@@ -33,7 +34,6 @@ __all__ = ["read_content", "read_item", "read_torch"]
 _ZIP_ERRORS = (zipfile.BadZipFile, struct.error, ValueError, NotImplementedError)
 _LOCAL = struct.Struct("<4s22xHH")  # signature, …, length of the name, length of the extra field
 _FORMATS = {
-    "tar": "is a tar archive, as torch wrote before version 0.2; load and save it again with torch",
     "pickle": "is a pickle, but no file of torch.save",
     "safetensors": "is a safetensors file; give it that name",
     "unknown": "is no file of torch.save",
@@ -77,6 +77,8 @@ def read_content(path: FilePath, *, shard: str = "") -> TorchContent:
     try:
         if seen.kind == "legacy":
             return read_legacy(path, shard=shard, seen=seen)
+        if seen.kind == "tar":
+            return read_tar(path, shard=shard, seen=seen)
         if seen.kind == "zip":
             return _read_zip(path, shard=shard, seen=seen)
     except PickleProblem as problem:

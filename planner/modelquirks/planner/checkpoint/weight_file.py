@@ -56,4 +56,4 @@ def read_weights(path: FilePath, *, shard: str, expected: Format | None = None) 
 
 def is_whole(path: FilePath) -> bool:
     """Tell whether *path* looks like a weight file, by its first bytes."""
-    return look(path).kind in ("safetensors", "zip", "legacy")
+    return look(path).kind in ("safetensors", "zip", "legacy", "tar")
