@@ -44,7 +44,7 @@ def test_python_shown_imports_what_there_is() -> None:
 
 def test_every_option_named_is_one_of_the_commands() -> None:
     helps = ""
-    for command in ("inspect", "plan", "explain", "execute", "plugins list"):
+    for command in ("inspect", "plan", "explain", "execute", "infer", "plugins list"):
         done = subprocess.run(
             [sys.executable, "-m", "modelquirks.planner", *command.split(), "--help"],
             capture_output=True,
