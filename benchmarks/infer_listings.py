@@ -42,9 +42,9 @@ def read_listing(text: str) -> Listing:
     recipes |= {n: recipes[owner] for n, owner in data["aliases"].items() if owner in recipes}
     partners = {name: group for group in ties for name in group}
     truth = {
-        name: tuple(recipes[n] for n in dict.fromkeys((name, *partners.get(name, ()))) if n in recipes)
+        name: tuple(recipes[n] for n in (name, *partners.get(name, ())) if n in recipes)
         for name in data["model"]
-    }  # fmt: skip
+    }
     return Listing(data["name"], _types(data["stored"]), _types(data["model"]), ties, truth)
 
 

@@ -8,12 +8,24 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-
 from infer_listings import Listing
+
 from modelquirks.planner.infer.inference import infer
 from modelquirks.quirks.recipe import (
-    Cast, Chunk, Concat, Node, Permute, RecipeError, Reshape, Select, Slice, Source, Stack,
-    TensorType, Transpose, sources,
+    Cast,
+    Chunk,
+    Concat,
+    Node,
+    Permute,
+    RecipeError,
+    Reshape,
+    Select,
+    Slice,
+    Source,
+    Stack,
+    TensorType,
+    Transpose,
+    sources,
 )  # fmt: skip
 
 __all__ = ["Verdict", "dropped", "scored", "state_of"]

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import json
+import math
 import random
+import struct
+import subprocess
+import sys
 from collections.abc import Mapping
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from modelquirks.planner.cli.command import main
 from modelquirks.planner.infer.hungarian import assignment
 from modelquirks.planner.infer.inference import Inference, infer
 from modelquirks.planner.infer.kin import kins_of
@@ -20,6 +26,7 @@ from modelquirks.quirks.pattern import Pattern, rename
 from modelquirks.quirks.recipe import Chunk, Concat, Node, Source, Stack, TensorType, Transpose
 from modelquirks.quirks.recipe_json import from_json
 from modelquirks.quirks.record import Alias, ModelQuirks
+from modelquirks.quirks.registry import Registry
 
 DATA = Path(__file__).parents[1] / "data" / "infer"
 LISTINGS = sorted(path.stem for path in DATA.glob("*.json"))
@@ -242,3 +249,99 @@ def test_the_aliases_of_a_record_give_just_the_names_that_were_proposed(listing:
 def _called(stored: str, record: ModelQuirks) -> str:
     outcomes = (rename(Pattern(a.stored), Pattern(a.model), stored) for a in record.aliases)
     return next((found[0] for found in outcomes if found is not None), stored)
+
+
+def write(path: Path, shapes: Shapes) -> Path:
+    """Write a safetensors file of zeros."""
+    header: dict[str, Any] = {}
+    end = 0
+    for name, shape in shapes.items():
+        begin, end = end, end + 4 * math.prod(shape)
+        header[name] = {"dtype": "F32", "shape": list(shape), "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + bytes(end))
+    return path
+
+
+def test_the_command_needs_no_torch_for_two_checkpoints(tmp_path: Path) -> None:
+    stored = write(tmp_path / "stored.safetensors", layers("transformer.h"))
+    model = write(tmp_path / "model.safetensors", layers("model.layers"))
+    code = (
+        "import sys; from modelquirks.planner.cli.command import main\n"
+        f"done = main(['infer', {str(stored)!r}, '--model', {str(model)!r}, '--json'])\n"
+        "assert not {'torch', 'transformers', 'accelerate'} & set(sys.modules)\n"
+        "sys.exit(done)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)["infer"]
+    assert report["certain"] == report["model_tensors"] == 3 * len(LAYER)
+    assert report["missing"] == report["unread"] == []
+
+
+def test_the_report_says_rules_tiers_and_what_is_left(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stored = write(tmp_path / "a.safetensors", {**layers("transformer.h"), "spare": (3,)})
+    model = write(tmp_path / "b.safetensors", {**layers("model.layers"), "lost.weight": (7, 7)})
+    assert main(["infer", str(stored), "--model", str(model)]) == 1
+    said = capsys.readouterr().out
+    assert "24 certain, 0 likely, 0 open, 1 without a reading" in said
+    assert "certain: transformer.h." in said
+    assert "Without a reading: 1\n  lost.weight" in said
+    assert "Stored and not used: 1\n  spare" in said
+
+
+def test_the_quirk_that_is_written_passes_its_test_and_makes_the_plan(tmp_path: Path) -> None:
+    from torch import nn
+
+    from modelquirks.planner import Dispatcher
+
+    stored = write(
+        tmp_path / "stored.safetensors", {"h.0.a.weight": (4, 8), "h.1.a.weight": (4, 8)}
+    )
+    model = write(tmp_path / "model.safetensors", {f"layers.{i}.a.weight": (4, 8) for i in (0, 1)})
+    quirk = tmp_path / "quirk_acme.py"
+    assert main(["infer", str(stored), "--model", str(model), "-o", str(quirk)]) == 0
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_quirk_acme.py"],
+        cwd=tmp_path, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout
+    plugin = ModuleType("quirk_acme")
+    exec(quirk.read_text(), vars(plugin))
+    registry = Registry()
+    registry.register(plugin, name="acme")
+    wanted = nn.Module()
+    wanted.layers = nn.ModuleList(
+        nn.ModuleDict({"a": nn.Linear(8, 4, bias=False)}) for _ in range(2)
+    )
+    assert not Dispatcher(Registry()).plan(stored, model=wanted).ok
+    assert Dispatcher(registry).plan(stored, model=wanted).ok
+
+
+def test_a_quirk_is_never_written_over_a_file(tmp_path: Path, capsys: Any) -> None:
+    stored = write(tmp_path / "stored.safetensors", layers("h"))
+    (tmp_path / "test_quirk.py").write_text("mine")
+    call = ["infer", str(stored), "--model", str(stored), "-o"]
+    assert main([*call, str(tmp_path / "quirk.py")]) == 2
+    assert main([*call, str(tmp_path / "quirk.txt")]) == 2
+    assert "is there already" in capsys.readouterr().err
+    assert (tmp_path / "test_quirk.py").read_text() == "mine"
+
+
+def test_an_index_without_shapes_gives_equal_names_as_likely() -> None:
+    both = {name: TensorType(None, None) for name in layers("h")}
+    assert infer(both, types(layers("h"))).count("likely") == len(both)
+
+
+def test_the_dispatcher_compares_a_module_with_a_checkpoint(tmp_path: Path) -> None:
+    from torch import nn
+
+    from modelquirks.planner import Dispatcher
+
+    stored = write(
+        tmp_path / "stored.safetensors", {"module.0.weight": (4, 8), "module.0.bias": (4,)}
+    )
+    found = Dispatcher(Registry()).infer(stored, nn.Sequential(nn.Linear(8, 4)))
+    assert found.missing == ()

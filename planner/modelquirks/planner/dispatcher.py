@@ -263,7 +263,7 @@ class Dispatcher:
     def infer(
         self, checkpoint: str | Path | Manifest, model: torch.nn.Module | Skeleton | Manifest
     ) -> Inference:
-        """Return rules that could map *checkpoint* to *model*, by names and shapes; none is applied.
+        """Return rules that could map *checkpoint* to *model*, by names and shapes; apply none.
 
         *model* may be another checkpoint of the same model. No quirk takes part.
         """

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
+from modelquirks.planner.infer import guesses, structure
 from modelquirks.planner.infer.certify import certify
-from modelquirks.planner.infer.claim import Claim, Tier, source_of
+from modelquirks.planner.infer.claim import Claim, source_of
 from modelquirks.planner.infer.doubts import doubt, turned
 from modelquirks.planner.infer.kin import Kin, Path, kins_of, lists_of, literal, stacks
 from modelquirks.planner.infer.pool import Left, Pool, fits, shared
@@ -20,6 +21,12 @@ def align(
     model: Mapping[str, TensorType],
     ties: Iterable[Sequence[str]] = (),
 ) -> list[Claim]:
+    """Return what is claimed of the tensors of *model*; *ties* are names that share one.
+
+    First equal names, then what is called otherwise, by what explains most; what is in parts
+    where names say so; then what is most alike. What remains is sought again with places in lists
+    as names. At the end what is proven is called certain, and what could be otherwise doubted.
+    """
     lists = lists_of({**stored, **model})
     pool = Pool(
         [Left(kin, (kin.path,)) for kin in kins_of(stored, lists)],
@@ -31,8 +38,6 @@ def align(
     right = [c.model.path for c in pool.claims]
     turned(pool)
     add_stacks(pool)
-    from modelquirks.planner.infer import guesses, structure
-
     rewrite(pool, right)
     guesses.same_words(pool)
     rewrite(pool, right)
@@ -65,33 +70,32 @@ def by_name(pool: Pool) -> None:
         kin = models.get(left.path)
         if kin is None or left.kin.over is not None or kin.over is not None:
             continue
-        same = [i for i in shared(left.kin, kin) if left.kin.types[i].shape == kin.types[i].shape]
+        same = [i for i in shared(left.kin, kin) if _agree(left.kin.types[i], kin.types[i])]
         if same:
             tier = left.tier
             why = "same name" if left.path == left.kin.path else left.why
+            if any(left.kin.types[i].shape is None for i in same):
+                tier, why = "likely", f"{why}; no header tells the shape"
             claim = Claim(kin.only(same), source_of(left.kin), tier, why, sources=(left.kin,))
             pool.enter(claim, [left], kin)
 
 
+def _agree(one: TensorType, other: TensorType) -> bool:
+    return one.shape == other.shape or one.shape is None or other.shape is None
+
+
 def add_stacks(pool: Pool) -> None:
     """Add the forms of families of which one side stacks what the other has one by one."""
-    sizes = {k.types[i].shape[0] for k in pool.model for i in k.types if k.types[i].shape}
-    forms = [
-        Left(form, (form.path,))
-        for left in pool.stored
-        if left.kin.over is None
-        for form in stacks(left.kin, sizes)
+    ours, theirs = [left.kin for left in pool.stored], [*pool.model]
+    pool.model += [form for kin in theirs for form in stacks(kin, _firsts(ours))]
+    pool.stored += [
+        Left(form, (form.path,)) for kin in ours for form in stacks(kin, _firsts(theirs))
     ]
-    sizes = {
-        k.types[i].shape[0]
-        for left in pool.stored
-        for k in [left.kin]
-        for i in k.types
-        if k.types[i].shape
-    }
-    model = [form for kin in pool.model if kin.over is None for form in stacks(kin, sizes)]
-    pool.stored += forms
-    pool.model += model
+
+
+def _firsts(kins: Iterable[Kin]) -> set[int]:
+    """Return the sizes of all first dimensions."""
+    return {of.shape[0] for kin in kins for of in kin.types.values() if of.shape}
 
 
 def rewrite(pool: Pool, right: Iterable[Path]) -> None:
@@ -116,22 +120,10 @@ def landed(pool: Pool) -> None:
         models.setdefault(kin.path, []).append(kin)
     for left in list(pool.stored):
         for kin in models.get(left.path, ()):
-            if not any(kin is k for k in pool.model) or not any(left is k for k in pool.stored):
+            if not (pool.has_model(kin) and pool.has_stored(left)):
                 continue
             if fits(left.kin, kin):
-                enter(pool, left, kin, left.tier, left.why)
-
-
-def enter(
-    pool: Pool, left: Left, kin: Kin, tier: Tier, why: str, others: tuple[str, ...] = ()
-) -> None:
-    from modelquirks.quirks.recipe import Node, Select
-
-    node: Node = source_of(left.kin)
-    if kin.over is not None:
-        node = Select(node, "{e}", 0)
-    members = kin.only(shared(kin, left.kin))
-    pool.enter(Claim(members, node, tier, why, others, (left.kin,), left, kin), [left], kin)
+                pool.rename(left, kin, left.tier, left.why)
 
 
 def split_lists(pool: Pool, sides: str) -> None:
@@ -154,26 +146,18 @@ def _splits(kin: Kin, sides: str, side: str) -> bool:
 
 def join_lists(pool: Pool) -> None:
     """Take back what :func:`split_lists` did, for what is still left."""
-    stored: dict[int, tuple[Left, list[Left]]] = {}
-    done: list[Left] = []
-    for left in pool.stored:
-        if left.kin.parent is None:
-            done.append(left)
-        else:
-            stored.setdefault(id(left.kin.parent), (left, []))[1].append(left)
-    for first, parts in stored.values():
-        parent = first.kin.parent
-        kin = _rejoined(parent, [p.kin for p in parts])
-        done.append(Left(kin, (kin.path,)))
-    pool.stored = done
-    model: dict[int, list[Kin]] = {}
-    kins: list[Kin] = []
-    for kin in pool.model:
-        if kin.parent is None:
-            kins.append(kin)
-        else:
-            model.setdefault(id(kin.parent), []).append(kin)
-    pool.model = kins + [_rejoined(parts[0].parent, parts) for parts in model.values()]
+    kins = _joined(left.kin for left in pool.stored if left.kin.parent is not None)
+    pool.stored = [left for left in pool.stored if left.kin.parent is None]
+    pool.stored += [Left(kin, (kin.path,)) for kin in kins]
+    split = [kin for kin in pool.model if kin.parent is not None]
+    pool.model = [kin for kin in pool.model if kin.parent is None] + _joined(split)
+
+
+def _joined(kins: Iterable[Kin]) -> list[Kin]:
+    parts: dict[int, list[Kin]] = {}
+    for kin in kins:
+        parts.setdefault(id(kin.parent), []).append(kin)
+    return [_rejoined(each[0].parent or each[0], each) for each in parts.values()]
 
 
 def _rejoined(parent: Kin, parts: Sequence[Kin]) -> Kin:

@@ -86,7 +86,7 @@ def _proven(left: Left, cover: _Cover) -> Iterator[Path]:
     """Yield the stored name, and that after each rule until one is not certain."""
     yield left.names[0]
     for rule, was, now in zip(left.rules, left.names, left.names[1:], strict=False):
-        head, tail = split_ends(was, now)
+        tail = split_ends(was, now)[1]
         if rule.tier != "certain":
             break
         if rule.covers and not cover(was[: len(was) - tail], now[: len(now) - tail], now[-tail]):
@@ -119,9 +119,9 @@ def _digits(path: Path) -> list[str]:
 def _has_namesake(c: Candidate, pool: Pool) -> bool:
     mine = _unnumbered(plain(c.proven))
     for rival in pool.rival_models():
-        if rival.path != c.kin.path and fits(c.left.kin, rival) and not pool.tied(rival, c.kin):
-            if _unnumbered(plain(rival.path)) == mine:
-                return True
+        fit = rival.path != c.kin.path and fits(c.left.kin, rival) and not pool.tied(rival, c.kin)
+        if fit and _unnumbered(plain(rival.path)) == mine:
+            return True
     return any(
         one.names[0] != c.left.names[0]
         and fits(one.kin, c.kin)
@@ -183,11 +183,11 @@ def _by_change(candidates: Sequence[Candidate], pool: Pool) -> list[int]:
     groups: dict[tuple[Path, Path, Path], list[tuple[Candidate, Path]]] = {}
     for c in candidates:
         was, now = c.proven, c.kin.path
-        head, tail = split_ends(was, now)
-        part, new = was[head : len(was) - tail], now[head : len(now) - tail]
+        n, tail = split_ends(was, now)
+        part, new = was[n : len(was) - tail], now[n : len(now) - tail]
         module = kept_module(was, now)
         if module and digits_of(was) == digits_of(now) and not contradict(part, new):
-            groups.setdefault((was[:head], part, new), []).append((c, module))
+            groups.setdefault((was[:n], part, new), []).append((c, module))
     cover = _Cover(pool)
     found: list[int] = []
     for (head, part, new), group in groups.items():

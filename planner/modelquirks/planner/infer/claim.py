@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 from modelquirks.planner.infer.kin import SLOT, Index, Kin, Path
@@ -53,11 +54,12 @@ class Claim:
                 yield self.model.name(index), _filled(self.recipe, index)
                 continue
             for element in range(self.model.count):
-                chosen = mapped(
-                    self.recipe,
-                    lambda n, e=element: replace(n, index=str(e)) if isinstance(n, Select) else n,
-                )
+                chosen = mapped(self.recipe, partial(_choose, element=str(element)))
                 yield self.model.name(index, str(element)), _filled(chosen, index)
+
+
+def _choose(node: Node, element: str) -> Node:
+    return replace(node, index=element) if isinstance(node, Select) else node
 
 
 def least(*tiers: Tier) -> Tier:

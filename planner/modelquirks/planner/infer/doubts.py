@@ -50,9 +50,9 @@ def doubt(pool: Pool) -> None:
 
 
 def _doubted(claim: Claim, places: Iterable[Path], missing: list[Kin], spare: list[Left]) -> Claim:
-    if _place(claim.model.path) in places and _is_square(claim.model):
-        if not isinstance(claim.recipe, Transpose):
-            return replace(claim, tier="open", others=(*claim.others, _TURNED))
+    beside = _place(claim.model.path) in places and not isinstance(claim.recipe, Transpose)
+    if beside and _is_square(claim.model):
+        return replace(claim, tier="open", others=(*claim.others, _TURNED))
     if claim.tier == "certain":
         shifted = _is_shifted(claim, missing, spare)
         return replace(claim, tier="likely", others=(_SHIFTED,)) if shifted else claim

@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from typing import TypeVar
 
 from modelquirks.planner.infer.claim import Tier, least
 from modelquirks.planner.infer.hungarian import assignment
-from modelquirks.planner.infer.kin import SLOT, Kin, Path
-from modelquirks.planner.infer.pool import Left, Pool, fits, shared
+from modelquirks.planner.infer.kin import Kin, Path
+from modelquirks.planner.infer.pool import Left, Pool, fits
 from modelquirks.planner.infer.ranks import Ranks, ranks_of
-from modelquirks.planner.infer.words import digits_of, likeness, numberless, plain, spelt
+from modelquirks.planner.infer.words import likeness, plain, spelt
 
 __all__ = ["assign", "same_words"]
 
@@ -21,8 +22,6 @@ _CLOSE = 0.03
 
 def same_words(pool: Pool) -> None:
     """Claim families whose names say the same in other words, where no other does."""
-    from modelquirks.planner.infer.align import enter
-
     by_words_s = _by_words((left.path, left) for left in pool.stored)
     by_words_m = _by_words((kin.path, kin) for kin in pool.model)
     for words, lefts in by_words_s.items():
@@ -32,7 +31,7 @@ def same_words(pool: Pool) -> None:
         if len(lefts) == 1 and len(kins) == 1 and fits(lefts[0].kin, kins[0]):
             left, kin = lefts[0], kins[0]
             tier = least(left.tier, "likely")
-            enter(pool, left, kin, tier, f"{'.'.join(words)} by either name")
+            pool.rename(left, kin, tier, f"{'.'.join(words)} by either name")
 
 
 def _renumbered(words: Path, ours: Iterable[Path], theirs: Iterable[Path]) -> bool:
@@ -42,8 +41,11 @@ def _renumbered(words: Path, ours: Iterable[Path], theirs: Iterable[Path]) -> bo
     return counts[0] != counts[1]
 
 
-def _by_words(items: Iterable[tuple[Path, object]]) -> dict[Path, list]:
-    found: dict[Path, list] = {}
+_T = TypeVar("_T")
+
+
+def _by_words(items: Iterable[tuple[Path, _T]]) -> dict[Path, list[_T]]:
+    found: dict[Path, list[_T]] = {}
     for path, item in items:
         found.setdefault(plain(path), []).append(item)
     return found
@@ -58,8 +60,6 @@ def assign(pool: Pool, *, at_least: float) -> None:
 
     Those that are less alike than *at_least* are left.
     """
-    from modelquirks.planner.infer.align import enter
-
     lefts: dict[Path, list[Left]] = {}
     kins: dict[Path, list[Kin]] = {}
     for left in pool.stored:
@@ -77,9 +77,8 @@ def assign(pool: Pool, *, at_least: float) -> None:
         regret = _regret(table, chosen, row)
         tier: Tier = "open" if regret < _CLOSE else "likely"
         for left, kin in _partners(lefts[rows[row]], kins[columns[column]]):
-            if any(left is one for one in pool.stored) and any(kin is k for k in pool.model):
-                enter(
-                    pool,
+            if pool.has_stored(left) and pool.has_model(kin):
+                pool.rename(
                     left,
                     kin,
                     tier,
@@ -154,7 +153,7 @@ def _rarity(paths: Sequence[Path]) -> Mapping[str, float]:
 
 def _partners(lefts: Sequence[Left], kins: Sequence[Kin]) -> list[tuple[Left, Kin]]:
     """Return the tensors of two modules that could be one."""
-    found = []
+    found: list[tuple[Left, Kin]] = []
     for left in lefts:
         alike = [kin for kin in kins if fits(left.kin, kin)]
         same = [kin for kin in alike if kin.path[-1] == left.path[-1]] or [

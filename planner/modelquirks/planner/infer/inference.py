@@ -1,4 +1,4 @@
-"""``infer``: what maps the names of a checkpoint to those of a model, proposed and never applied."""
+"""``infer``: what maps the names of a checkpoint to a model's; proposed, never applied."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from modelquirks.planner.infer.align import align
 from modelquirks.planner.infer.claim import Claim, Tier
 from modelquirks.planner.infer.rules import Rule, rules_of
 from modelquirks.quirks.recipe import TensorType, sources
-from modelquirks.quirks.record import Convert
 from modelquirks.quirks.recipe_json import to_json
+from modelquirks.quirks.record import Convert
 
 __all__ = ["Inference", "infer"]
 

@@ -6,8 +6,9 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from modelquirks.planner.infer.claim import Claim, Tier, least
+from modelquirks.planner.infer.claim import STACKED, Claim, Tier, least, source_of
 from modelquirks.planner.infer.kin import Index, Kin, Path
+from modelquirks.quirks.recipe import Select
 
 __all__ = ["Left", "Pool", "Rule", "fits", "shared"]
 
@@ -142,8 +143,9 @@ class Pool:
     ) -> Iterator[Left]:
         if left.kin.full not in fulls:
             yield left
-        elif left.kin.over is None and len(rest := left.kin.without(members)):
-            if len(rest) < len(left.kin) and left.kin.n_slots:
+        elif left.kin.over is None and left.kin.n_slots:
+            rest = left.kin.without(members)
+            if 0 < len(rest) < len(left.kin):
                 yield replace(left, kin=rest)
 
     def _kept(
@@ -153,9 +155,26 @@ class Pool:
             return
         if kin.full != full:
             yield kin
-        elif kin.over is None and len(rest := kin.without(members)) and kin.n_slots:
-            if len(rest) < len(kin):
+        elif kin.over is None and kin.n_slots:
+            rest = kin.without(members)
+            if 0 < len(rest) < len(kin):
                 yield rest
+
+    def rename(self, left: Left, kin: Kin, tier: Tier, why: str) -> None:
+        """Claim that *left* is *kin*, under another name."""
+        node = source_of(left.kin)
+        if kin.over is not None:
+            node = Select(node, f"{{{STACKED}}}", 0)
+        members = kin.only(shared(kin, left.kin))
+        self.enter(Claim(members, node, tier, why, (), (left.kin,), left, kin), [left], kin)
+
+    def has_stored(self, left: Left) -> bool:
+        """Tell whether *left* is still left."""
+        return any(left is one for one in self.stored)
+
+    def has_model(self, kin: Kin) -> bool:
+        """Tell whether *kin* is still left."""
+        return any(kin is one for one in self.model)
 
     def tied(self, one: Kin, other: Kin) -> bool:
         """Tell whether two families of the model share their tensors."""

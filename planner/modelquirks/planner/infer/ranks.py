@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from modelquirks.planner.infer.kin import SLOT, Path
 from modelquirks.planner.infer.words import spelt, words_of
@@ -46,9 +46,9 @@ def _ordered(group: Sequence[Path], depth: int, numbers: bool) -> Sequence[Path]
     texts = [path[-depth] for path in group]
     for key in (_number, _ordinal, _place) if numbers else (_place,):
         values = [key(text) for text in texts]
-        if None not in values and len({v for v in values}) == len(values):
-            if key is not _number or len({re.sub(r"[0-9]+", "#", t) for t in texts}) == 1:
-                return [p for _, p in sorted(zip(values, group, strict=True))]  # type: ignore
+        alike = key is not _number or len({re.sub(r"[0-9]+", "#", t) for t in texts}) == 1
+        if alike and None not in values and len(set(values)) == len(values):
+            return [p for _, p in sorted(zip(values, group, strict=True))]
     return []
 
 
@@ -78,6 +78,3 @@ def _place(text: str) -> float | None:
     if "final" in words or "output" in words:
         return 4.0
     return place + (0.5 if "post" in words or "after" in words else 0.0)
-
-
-_Key = Callable[[str], object]

@@ -16,7 +16,8 @@ from modelquirks.planner.infer.pool import Left, Pool, Rule, fits
 from modelquirks.planner.infer.words import contradict, likeness, plain, spelt
 
 __all__ = [
-    "Rewrite", "best_rewrite", "kept_module", "pairs", "rival_gain", "rule_of", "says_little", "split_ends",
+    "Rewrite", "best_rewrite", "kept_module", "pairs", "rival_gain", "rule_of", "says_little",
+    "split_ends",
 ]  # fmt: skip
 
 _MAX_PART = 5
@@ -203,7 +204,7 @@ def _tells(segment: str) -> bool:
 
 
 def rival_gain(witnesses: Sequence[tuple[Left, Kin]], pool: Pool) -> float | None:
-    """Return how much liker another place is that half of the *witnesses* could come from, or go to.
+    """Return how much more alike another place is for half of the *witnesses*, on either side.
 
     None if there is no other. Less than 0: its name is less like.
     """

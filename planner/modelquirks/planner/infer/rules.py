@@ -1,4 +1,4 @@
-"""Rules: the fewest aliases and conversions, in the language of records, that say what claims say."""
+"""Rules: the fewest aliases and conversions of records that say what claims say."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def _cover(renamed: Mapping[str, str], fixed: Iterable[str]) -> list[tuple[Alias
 
 
 def _aliases(name: str, target: str) -> Iterable[Alias]:
-    """Yield the aliases that give *name* its *target*: the whole, and with a common end left out."""
+    """Yield the aliases that give *name* its *target*: whole, and without a common end."""
     was, now = name.split("."), target.split(".")
     for n in range(min(len(was), len(now)) + 1):
         if n and was[-n] != now[-n]:

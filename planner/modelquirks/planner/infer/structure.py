@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import combinations
 from typing import NamedTuple
 
-from modelquirks.planner.infer.claim import Claim, Tier, source_of
+from modelquirks.planner.infer.claim import STACKED, Claim, Tier, source_of
 from modelquirks.planner.infer.kin import Kin, Path
 from modelquirks.planner.infer.pool import Left, Pool, _alike, shared
 from modelquirks.planner.infer.words import likeness, spelt, words_of
-from modelquirks.quirks.recipe import Chunk, Concat, Node, Select, Slice
+from modelquirks.quirks.recipe import Chunk, Concat, Node, Select, Slice, TensorType
 
 __all__ = ["joins", "splits"]
 
@@ -26,13 +26,18 @@ _MAX_PARTS = 4
 class Whole(NamedTuple):
     """A tensor of one side that is several of the other, one after another."""
 
-    whole: Left | Kin
-    parts: tuple[Left | Kin, ...]
+    whole: Left
+    parts: tuple[Left, ...]
     dim: int
     score: float
     ordered: bool
     named: bool
     """Whether the name of the whole says that it is these parts."""
+
+    @property
+    def tier(self) -> Tier:
+        """Of a claim: the order of the parts is known, or it is not."""
+        return "likely" if self.ordered else "open"
 
 
 def apart(pool: Pool, *, named: bool) -> None:
@@ -47,71 +52,62 @@ def apart(pool: Pool, *, named: bool) -> None:
 
 def joins(pool: Pool, *, named: bool) -> None:
     """Claim the model's tensors that are stored in parts; with *named* only where names say so."""
-    found = [
-        w
-        for kin in pool.model
-        for w in _wholes(kin, pool.stored, pool.joined)
-        if w.named or not named
-    ]
-    for whole in _best_first(found):
-        kin, parts = whole.whole, whole.parts
-        if not any(kin is k for k in pool.model) or not all(
-            any(p is s for s in pool.stored) for p in parts
-        ):
+    models = [Left(kin, (kin.path,)) for kin in pool.model]
+    found = (w for model in models for w in _wholes(model, pool.stored, pool.joined))
+    for whole in _best_first(w for w in found if w.named or not named):
+        kin, parts = whole.whole.kin, whole.parts
+        if not pool.has_model(kin) or not all(map(pool.has_stored, parts)):
             continue
-        pool.joined.add((kin.path, *(p.path for p in parts)))
-        node: Node = Concat(tuple(source_of(p.kin) for p in parts), whole.dim)
-        if kin.over is not None:
-            node = Select(node, "{e}", 0)
-        members = [i for i in kin.types if all(i in p.kin.types for p in parts)]
-        tier: Tier = "likely" if whole.ordered else "open"
-        pool.enter(
-            Claim(kin.only(members), node, tier, "stored in parts", (), tuple(p.kin for p in parts)),
-            list(parts), kin,
-        )  # fmt: skip
+        pool.joined.add((kin.path, *(part.path for part in parts)))
+        node: Node = Concat(tuple(source_of(part.kin) for part in parts), whole.dim)
+        members = kin.only(i for i in kin.types if all(i in part.kin.types for part in parts))
+        sources = tuple(part.kin for part in parts)
+        claim = Claim(members, _selected(node, kin), whole.tier, "stored in parts", (), sources)
+        pool.enter(claim, parts, kin)
 
 
 def splits(pool: Pool, *, named: bool) -> None:
     """Claim the model's tensors that are parts of a stored one; as :func:`joins`."""
-    found = [
-        w
-        for left in pool.stored
-        for w in _wholes(left, pool.model, pool.joined)
-        if w.named or not named
-    ]
-    for whole in _best_first(found):
-        left, parts = whole.whole, whole.parts
-        if not any(left is s for s in pool.stored) or not all(
-            any(p is k for k in pool.model) for p in parts
-        ):
+    models = [Left(kin, (kin.path,)) for kin in pool.model]
+    found = (w for left in pool.stored for w in _wholes(left, models, pool.joined))
+    for whole in _best_first(w for w in found if w.named or not named):
+        left, parts = whole.whole, [part.kin for part in whole.parts]
+        if not pool.has_stored(left) or not all(map(pool.has_model, parts)):
             continue
-        pool.joined.add((left.path, *(p.path for p in parts)))
-        sizes = [_size(p, whole.dim) for p in parts]
-        tier: Tier = "likely" if whole.ordered else "open"
-        begin = 0
-        for part, size in zip(parts, sizes, strict=True):
-            node: Node = source_of(left.kin)
-            if len(set(sizes)) == 1:
-                node = Chunk(node, whole.dim, len(parts), begin // size)
-            else:
-                node = Slice(node, whole.dim, begin, begin + size)
-            begin += size
-            if part.over is not None:
-                node = Select(node, "{e}", 0)
+        pool.joined.add((left.path, *(part.path for part in parts)))
+        for node, part in zip(_cut(left.kin, parts, whole.dim), parts, strict=True):
             members = part.only(shared(part, left.kin))
-            pool.enter(Claim(members, node, tier, "part of", (), (left.kin,)), [left], part)
+            node = _selected(node, part)
+            claim = Claim(members, node, whole.tier, "a part of what is stored", (), (left.kin,))
+            pool.enter(claim, [left], part)
 
 
-def _best_first(found: Sequence[Whole]) -> list[Whole]:
+def _cut(whole: Kin, parts: Sequence[Kin], dim: int) -> Iterator[Node]:
+    """Yield the recipes of the parts of *whole*, one after another along *dim*."""
+    sizes = [_size(part, dim) for part in parts]
+    begin = 0
+    for number, size in enumerate(sizes):
+        if len(set(sizes)) == 1:
+            yield Chunk(source_of(whole), dim, len(parts), number)
+        else:
+            yield Slice(source_of(whole), dim, begin, begin + size)
+        begin += size
+
+
+def _selected(node: Node, kin: Kin) -> Node:
+    return node if kin.over is None else Select(node, f"{{{STACKED}}}", 0)
+
+
+def _best_first(found: Iterable[Whole]) -> list[Whole]:
     return sorted(found, key=lambda w: -w.score)
 
 
-def _kin(one: Left | Kin) -> Kin:
-    return one.kin if isinstance(one, Left) else one
+def _size(kin: Kin, dim: int) -> int:
+    return _shape(next(iter(kin.types.values())))[dim]
 
 
-def _size(one: Left | Kin, dim: int) -> int:
-    return next(iter(_kin(one).types.values())).shape[dim]
+def _shape(of: TensorType) -> tuple[int, ...]:
+    return of.shape or ()
 
 
 def _as_weights(found: Whole, joined: Collection[tuple[Path, ...]]) -> bool:
@@ -121,17 +117,17 @@ def _as_weights(found: Whole, joined: Collection[tuple[Path, ...]]) -> bool:
 
 
 def _wholes(
-    whole: Left | Kin, others: Sequence[Left | Kin], joined: Collection[tuple[Path, ...]]
+    whole: Left, others: Sequence[Left], joined: Collection[tuple[Path, ...]]
 ) -> Iterator[Whole]:
     """Yield the ways to make *whole* of two to four of *others* whose names differ in a word."""
-    mine = _kin(whole)
+    mine = whole.kin
     rank = {len(of.shape or ()) for of in mine.types.values()}
     if len(rank) != 1:
         return
     flat = rank == {1}
     for dim in range(rank.pop()):
-        fitting = [o for o in others if _could_be_part(_kin(o), mine, dim)]
-        groups: dict[tuple[int, Path], list[Left | Kin]] = {}
+        fitting = [o for o in others if _could_be_part(o.kin, mine, dim)]
+        groups: dict[tuple[int, Path], list[Left]] = {}
         for other in fitting:
             path = other.path
             for at in range(1, min(4, len(path)) + 1):
@@ -144,7 +140,7 @@ def _wholes(
                 continue
             for n in range(2, _MAX_PARTS + 1):
                 for parts in combinations(group, n):
-                    if _adds_up(mine, [_kin(p) for p in parts], dim):
+                    if _adds_up(mine, [p.kin for p in parts], dim):
                         found = _ordered(whole, parts, dim, at, rest)
                         if not flat or _as_weights(found, joined):
                             yield found
@@ -169,15 +165,13 @@ def _could_be_part(part: Kin, whole: Kin, dim: int) -> bool:
 
 def _adds_up(whole: Kin, parts: Sequence[Kin], dim: int) -> bool:
     for index, of in whole.types.items():
-        sizes = [p.types[index].shape[dim] for p in parts if index in p.types]
-        if len(sizes) == len(parts) and sum(sizes) != of.shape[dim]:
+        sizes = [_shape(p.types[index])[dim] for p in parts if index in p.types]
+        if len(sizes) == len(parts) and sum(sizes) != _shape(of)[dim]:
             return False
     return any(all(i in p.types for p in parts) for i in whole.types)
 
 
-def _ordered(
-    whole: Left | Kin, parts: Sequence[Left | Kin], dim: int, at: int, rest: Path
-) -> Whole:
+def _ordered(whole: Left, parts: Sequence[Left], dim: int, at: int, rest: Path) -> Whole:
     """Return the parts in the order that the names say, or the usual one."""
     own = [_word(p.path[-at]) for p in parts]
     common = set.intersection(*map(set, own))
@@ -200,7 +194,6 @@ def _ordered(
         if -1 not in places and len(set(places)) == len(places):
             chosen = [p for _, p in sorted(zip(places, parts, strict=True), key=lambda x: x[0])]
             labelled = number == 0
-            usual = number == 1 and {"q", "k", "v"} >= {w for o in own for w in o}
             score = near + (1.0 if labelled else 0.5) + 0.1 * len(parts)
             return Whole(
                 whole, tuple(chosen), dim, score, labelled or number in (1, 3, 4), labelled or same

@@ -28,7 +28,8 @@ rms norm = norm; rmsnorm = norm; normalization = norm; norms = norm; ln = norm; 
 layer norms = norm; layernorms = norm
 embeddings = embed; embedding = embed; embedder = embed; emb = embed; embeds = embed
 token embed = embed token; word embed = embed token; embed word embed = embed token
-wte = embed token; embed tokens = embed token; tok embed = embed token; tokens embed = embed token
+wte = embed token; embed tokens = embed token; tok embed = embed token
+tokens embed = embed token
 positional = position; positions = position; pos = position; wpe = embed position
 position embed = embed position; patches = patch; convolution = conv
 tokens = token; layers = layer; blocks = layer; block = layer; h = layer; resblocks = layer
@@ -37,18 +38,21 @@ intermediate dense = mlp first; layer * output dense = layer * mlp second
 mlp fc 1 = mlp first; mlp fc 2 = mlp second; mlp c fc = mlp first; mlp c proj = mlp second
 mlp linear 1 = mlp first; mlp linear 2 = mlp second; mlp lin 1 = mlp first
 mlp lin 2 = mlp second; mlp dense h to 4 h = mlp first; mlp dense 4 h to h = mlp second
-mlp fc in = mlp first; mlp fc out = mlp second; gamma = weight; beta = bias; lm head = head; language head = head
+mlp fc in = mlp first; mlp fc out = mlp second; gamma = weight; beta = bias; lm head = head
+language head = head
 e score correction bias = correction bias; downsampling = downsample; upsampling = upsample
 """
 """Words that mean the same, whoever writes them."""
 
 _LOOSE = """
-w 1 = gate; w 3 = up; w 2 = down; fc in = first; fc out = second; c fc = first; fc 1 = first; fc 2 = second; linear 1 = first; linear 2 = second
+w 1 = gate; w 3 = up; w 2 = down; fc in = first; fc out = second; c fc = first; fc 1 = first
+fc 2 = second; linear 1 = first; linear 2 = second
 attn c proj = attn o; dense h to 4 h = first; dense 4 h to h = second; w 13 = gate up
 w 12 = gate up; input linear = first; output linear = second
 vit = vision; image = vision; llm = language; lm = language; text = language; sa = attn
 ca = cross attn; encoder attn = cross attn; qcontent = q content; kcontent = k content
-qpos = q position; kpos = k position; q net = q; k net = k; v net = v; scaling s = scaling weight; scaling b = scaling bias; fc 3 = up; ssmax = softmax
+qpos = q position; kpos = k position; q net = q; k net = k; v net = v
+scaling s = scaling weight; scaling b = scaling bias; fc 3 = up; ssmax = softmax
 projector = project; projection = project; connector = project; final norm = norm
 norm f = norm; norm final = norm; classifier = head; score = head; unembed = head
 embed out = head; scale = weight; kernel = weight; ls = scale; layer scale = scale
