@@ -342,7 +342,7 @@ def _is_adapter(name: str) -> bool:
     return name.startswith("adapter_model.")
 
 
-def _about_alone(root: Path, path: Path) -> str:
+def _about_alone(root: FilePath, path: FilePath) -> str:
     """Return what an adapter without its base is, which base it is for, and how to plan it."""
     data, _ = read_json(root / "adapter_config.json")
     config: Mapping[str, Any] = data if isinstance(data, dict) else {}

@@ -49,7 +49,7 @@ def open_folder(root: Path, names: Sequence[str]) -> Opened:
         (*opened.findings, about),
         opened.container,
         opened.metadata,
-        opened.config,
+        config=opened.config,
     )
 
 
