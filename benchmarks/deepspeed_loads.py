@@ -6,9 +6,9 @@ For each checkpoint in DIR (those of the tests) that was saved on two ranks: pla
 us; put together by ``get_fp32_state_dict_from_zero_checkpoint``; loaded by
 ``engine.load_checkpoint`` in a training of the same kind, on two ranks and on one. "right" means
 that every weight equals, bit for bit, that of the training that saved it. With ``--changes`` the
-engine loads into trainings of other kinds instead, of which ``--expect`` warns. ``--json FILE``
-keeps the results. Needs DeepSpeed 0.19.8 (``DS_BUILD_OPS=0 pip install deepspeed``); about 20 s a
-checkpoint on two cores.
+engine loads into trainings of other kinds instead, of which ``--expect`` warns; with ``--damaged``
+checkpoints with one thing wrong are loaded. ``--json FILE`` keeps the results. Needs DeepSpeed
+0.19.8 (``DS_BUILD_OPS=0 pip install deepspeed``); about 20 s a checkpoint on two cores.
 """
 
 from __future__ import annotations
@@ -18,9 +18,12 @@ import contextlib
 import io
 import json
 import os
+import shutil
 import sys
-from collections.abc import Iterator, Mapping
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
+from datetime import timedelta
 from importlib import import_module
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -33,6 +36,7 @@ from torch import nn
 
 DATA = Path(__file__).parents[1] / "tests" / "data" / "deepspeed"
 _MARK = "RESULT "
+_PATIENCE = timedelta(seconds=60)
 
 
 @dataclass(frozen=True)
@@ -61,16 +65,16 @@ def maker() -> Any:
 
 def verdict(found: Mapping[str, torch.Tensor], truth: Mapping[str, torch.Tensor]) -> str:
     """Compare weights with those that were trained."""
+    both = {name: (found[name].to(value), value) for name, value in truth.items() if name in found}
+    unlike = [name for name, (got, value) in both.items() if not torch.equal(got, value)]
+    wrong = [n for n in unlike if not torch.equal(both[n][0].bfloat16(), both[n][1].bfloat16())]
     lacking = [name for name in truth if name not in found]
-    wrong = [
-        n for n, t in found.items() if n in truth and not torch.equal(t.to(truth[n]), truth[n])
-    ]
     faults = [
         f"{len(names)} of {len(truth)} {what}: {', '.join(names[:3])}"
         for what, names in (("wrong", wrong), ("lacking", lacking))
         if names
     ]
-    return "; ".join(faults) or "right"
+    return "; ".join(faults) or ("right, as rounded to bf16" if unlike else "right")
 
 
 def said(error: BaseException) -> str:
@@ -95,7 +99,10 @@ def ours(root: Path, truth: Mapping[str, torch.Tensor]) -> str:
             owner = owner.get_submodule(part)
         owner.register_buffer(leaf, torch.zeros_like(tensor))
     try:
-        plan = Dispatcher().plan(root, model=model, device_map=None)
+        pointers = (root / "latest", root / "latest_universal")
+        latest = [pointer.read_text().strip() for pointer in pointers if pointer.is_file()]
+        tag = latest[0] if latest else None  # said, as other weights may lie beside the states
+        plan = Dispatcher().plan(root, model=model, device_map=None, tag=tag)
         plan.execute(model)
     except Exception as error:
         return said(error)
@@ -114,21 +121,26 @@ def theirs(root: Path, truth: Mapping[str, torch.Tensor]) -> str:
 
 
 def child(jobs: list[Job]) -> None:
-    """Load in this process, one of a group; end at the first error, which may have hung others."""
+    """Load in this process, one of a group; end where the others do not come to an end."""
     import_module("deepspeed").init_distributed(dist_backend="gloo")
     made = maker()
+    store = dist.distributed_c10d._get_default_store()
     for number, job in enumerate(jobs):
         try:
             run = made.start(job.kind, job.config)
             path, _ = run.engine.load_checkpoint(job.root, **job.options)
-            truth = load_file(Path(job.root) / "truth.safetensors")
-            text = verdict(run.weights(), truth)
+            text = verdict(run.weights(), load_file(Path(job.root) / "truth.safetensors"))
             if path is None:
                 text = f"no error, nothing loaded ({text})"
         except Exception as error:
-            _report(number, said(error))
-            os._exit(1)
+            text = said(error)
         _report(number, text)
+        store.set(f"job {number} {dist.get_rank()}", "done")
+        try:
+            store.wait([f"job {number} {rank}" for rank in range(job.ranks)], _PATIENCE)
+        except Exception:
+            os._exit(1)
+    os._exit(0)
 
 
 def _report(number: int, text: str) -> None:
@@ -137,10 +149,23 @@ def _report(number: int, text: str) -> None:
     sys.stdout.flush()
 
 
-def loaded(jobs: list[Job]) -> Iterator[str]:
-    """Yield what each load came to; all must be for one number of ranks."""
+def loaded(jobs: Iterable[Job]) -> list[str]:
+    """Return what each load came to. A process does one kind: AutoTP changes all after it."""
+    wanted = [*jobs]
+    found: dict[int, str] = {}
+    for key in dict.fromkeys(_process_of(job) for job in wanted):
+        numbers = [number for number, job in enumerate(wanted) if _process_of(job) == key]
+        found |= zip(numbers, _loaded_alike([wanted[number] for number in numbers]), strict=True)
+    return [found[number] for number in range(len(wanted))]
+
+
+def _process_of(job: Job) -> tuple[int, str]:
+    return job.ranks, job.kind.partition("-")[0]
+
+
+def _loaded_alike(jobs: list[Job]) -> Iterator[str]:
     made = maker()
-    total, ranks = len(jobs), jobs[0].ranks if jobs else 0
+    total, ranks = len(jobs), jobs[0].ranks
     while jobs:
         words = json.dumps([asdict(job) for job in jobs])
         _, output = made.launch(
@@ -180,56 +205,136 @@ def config_for(kind: str, config: Mapping[str, Any], ranks: int) -> tuple[str, d
 
 def same(root: Path, ranks: int) -> Job:
     """Return the job that loads a checkpoint into a training like the one that saved it."""
-    cases = maker().CASES
-    source = root.name.removeprefix("universal_from_")
-    kind, config = cases.get(source) or cases[f"{source}_fp32"]
-    kind, config = config_for(kind, config, ranks)
+    made = maker()
+    source = made.UNIVERSAL.get(root.name, root.name)
+    case = made.CASES[source]
+    kind, config = config_for(case.kind, case.config, ranks)
     if source != root.name:
         config |= {"checkpoint": {"load_universal": True}}
     return Job(str(root), kind, config, ranks)
 
 
+_WAYS: tuple[dict[str, Any], ...] = (
+    {},
+    {"load_optimizer_states": False},
+    {"load_module_only": True},
+)
+_CHANGES = (
+    *(("zero2_fp32", "zero2_fp32", 1), ("zero3_fp32", "zero3_fp32", 1)),
+    *(("zero0_fp32", "zero0_fp32", 1), ("autotp2_zero1", "autotp2_zero1", 1)),
+    *(("autotp2_zero3", "autotp2_zero3", 1), ("moe_ep2_zero2", "moe_ep2_zero2", 1)),
+    *(("moe_ep2_zero0", "moe_ep2_zero0", 1), ("pipeline_pp2_zero1", "pipeline_pp1_dp2_zero1", 1)),
+    *(
+        ("universal_from_zero2", "zero2_fp32", 1),
+        ("universal_from_zero2", "universal zero2_fp32", 1),
+    ),
+    *(("zero3_fp32", "zero3_fp32", 2), ("zero2_fp32", "universal zero2_fp32", 2)),
+    *(("zero1_fp32", "zero2_fp32", 2), ("zero2_fp32", "zero3_fp32", 2)),
+    *(("zero3_fp32", "zero2_fp32", 2), ("zero2_fp32", "zero0_fp32", 2)),
+    *(("zero3_fp32", "zero0_fp32", 2), ("zero0_fp32", "zero2_fp32", 2)),
+    *(("zero0_fp32", "zero3_fp32", 2), ("zero2_fp32", "zero2_bf16", 2)),
+    *(("zero2_bf16", "zero2_fp32", 2), ("zero3_fp32", "zero3_bf16", 2)),
+    *(("zero3_bf16", "zero3_fp32", 2), ("zero0_fp32", "zero1_bf16", 2)),
+    *(("zero1_bf16", "zero2_bf16", 2), ("zero2_bf16", "zero1_bf16", 2)),
+    *(("pipeline_pp2_zero1", "pipeline_pp1_dp2_zero1", 2), ("autotp2_zero1", "tp1", 2)),
+    *(("universal_from_zero2", "universal zero3_fp32", 2),),
+    *(("universal_from_zero3", "universal zero2_fp32", 2),),
+    *(("universal_from_zero2", "universal zero2_bf16", 2),),
+    *(("zero2_param_align", "zero2_fp32", 2), ("zero2_fp32", "zero2_param_align", 2)),
+)
+"""Checkpoint, the training that loads it, and on how many ranks."""
+
+
 def changes(folder: Path) -> Iterator[Job]:
-    """Yield loads into trainings of another kind."""
+    """Yield loads into trainings of another kind, by each of the ways that DeepSpeed has."""
     cases = maker().CASES
-
-    def job(name: str, to: str, ranks: int = 2, **options: Any) -> Job:
-        case = cases[to]
+    for name, to, ranks in _CHANGES:
+        case = cases["autotp2_zero1"] if to == "tp1" else cases[to.removeprefix("universal ")]
         kind, config = config_for(case.kind, case.config, ranks)
-        extra = "".join(f", {key}={value}" for key, value in options.items())
-        told = f"{name} → {to} on {ranks}{extra}"
-        return Job(str(folder / name), kind, config, ranks, options, told)
+        if to == "tp1":
+            del config["tensor_parallel"]
+        if to.startswith("universal "):
+            config |= {"checkpoint": {"load_universal": True}}
+        for options in _WAYS if (folder / name).is_dir() else ():
+            more = "".join(f", {key}={value}" for key, value in options.items())
+            told = f"{name} → {to} on {ranks}{more}"
+            yield Job(str(folder / name), kind, config, ranks, options, told)
 
-    weights, module = {"load_optimizer_states": False}, {"load_module_only": True}
-    for ways in ({}, weights, module):
-        yield job("zero2_fp32", "zero2_fp32", 1, **ways)
-        yield job("zero3_fp32", "zero3_fp32", 1, **ways)
-        yield job("zero0_fp32", "zero0_fp32", 1, **ways)
-        yield job("autotp2_zero1", "autotp2_zero1", 1, **ways)
-        yield job("pipeline_pp2_zero1", "pipeline_pp1_dp2_zero1", 1, **ways)
-        yield job("moe_ep2_zero2", "moe_ep2_zero2", 1, **ways)
-        yield job("moe_ep2_zero0", "moe_ep2_zero0", 1, **ways)
-    for ways in ({}, weights, module):
-        yield job("zero1_fp32", "zero2_fp32", **ways)
-        yield job("zero2_fp32", "zero3_fp32", **ways)
-        yield job("zero3_fp32", "zero2_fp32", **ways)
-        yield job("zero2_fp32", "zero0_fp32", **ways)
-        yield job("zero0_fp32", "zero2_fp32", **ways)
-        yield job("zero0_fp32", "zero3_fp32", **ways)
-        yield job("zero2_fp32", "zero2_bf16", **ways)
-        yield job("zero2_bf16", "zero2_fp32", **ways)
-        yield job("zero3_fp32", "zero3_bf16", **ways)
-        yield job("zero1_bf16", "zero2_bf16", **ways)
-        yield job("zero2_bf16", "zero1_bf16", **ways)
-        yield job("pipeline_pp2_zero1", "pipeline_pp1_dp2_zero1", **ways)
+
+def damaged(folder: Path, out: Path) -> Iterator[tuple[str, Path]]:
+    """Yield copies of checkpoints of ZeRO 2 and 3, each with one thing wrong."""
+    for case in ("zero2_fp32", "zero3_fp32"):
+        for name, damage in _DAMAGES.items():
+            root = Path(shutil.copytree(folder / case, out / f"{case}-{name}"))
+            damage(root / (root / "latest").read_text().strip())
+            yield f"{case}, {name}", root
+
+
+def _optims(folder: Path) -> tuple[Path, Path]:
+    first, second = sorted(folder.glob("*_optim_states.pt"))
+    return first, second
+
+
+def _swap(folder: Path) -> None:
+    one, two = _optims(folder)
+    content = one.read_bytes()
+    one.write_bytes(two.read_bytes())
+    two.write_bytes(content)
+
+
+def _edit(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    for path in folder.glob("*_model_states.pt"):
+        state = torch.load(path, weights_only=True)
+        change(state)
+        torch.save(state, path)
+
+
+def _reorder(state: dict[str, Any]) -> None:
+    group = state["param_shapes"][1]
+    group["lin1.bias"] = group.pop("lin1.bias")
+
+
+def _resize(state: dict[str, Any]) -> None:
+    state["param_shapes"][0]["lin2.weight"] = torch.Size((2, 5))
+
+
+_DAMAGES: dict[str, Callable[[Path], object]] = {
+    "an optimizer's file copied over another": lambda f: shutil.copy(*_optims(f)),
+    "optimizer's files swapped": _swap,
+    "order of parameters changed": lambda f: _edit(f, _reorder),
+    "a parameter smaller": lambda f: _edit(f, _resize),
+    "a group fewer": lambda f: _edit(f, lambda state: state["param_shapes"].pop()),
+    "an optimizer's file too many": lambda f: shutil.copy(
+        _optims(f)[1], f / "zero_pp_rank_2_mp_rank_00_optim_states.pt"
+    ),
+    "files with and without bf16_": lambda f: [
+        shutil.copy(path, f / f"bf16_{path.name}") for path in _optims(f)
+    ],
+    "renamed folder": lambda f: [
+        f.rename(f.with_name("global_step500")),
+        (f.parent / "latest").write_text("global_step500"),
+    ],
+    "brackets in the tag": lambda f: [
+        f.rename(f.with_name("best [1]")),
+        (f.parent / "latest").write_text("best [1]"),
+    ],
+    "no latest": lambda f: (f.parent / "latest").unlink(),
+    "latest of nothing": lambda f: (f.parent / "latest").write_text("gone"),
+    "an optimizer's file cut off": lambda f: os.truncate(
+        _optims(f)[1], _optims(f)[1].stat().st_size - 300
+    ),
+    "last model file missing": lambda f: sorted(f.glob("*_model_states.pt"))[-1].unlink(),
+    "an optimizer's file missing": lambda f: _optims(f)[1].unlink(),
+}
 
 
 def main() -> None:
     """Print a table, as Markdown."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--checkpoints", type=Path, default=DATA)
     parser.add_argument("--only", nargs="*", default=[])
     parser.add_argument("--changes", action="store_true")
+    parser.add_argument("--damaged", action="store_true")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--child")
     args = parser.parse_args()
@@ -237,7 +342,7 @@ def main() -> None:
         child([Job(**one) for one in json.loads(args.child)])
         return
     os.environ["DS_ACCELERATOR"] = "cpu"
-    rows = _changed(args) if args.changes else _compared(args)
+    rows = _damaged(args) if args.damaged else _changed(args) if args.changes else _compared(args)
     if args.json:
         args.json.write_text(json.dumps(rows, indent=1, ensure_ascii=False))
     for row in rows:
@@ -247,16 +352,32 @@ def main() -> None:
 def _changed(args: argparse.Namespace) -> list[list[str]]:
     rows = [["checkpoint → job", "engine.load_checkpoint"], ["---", "---"]]
     wanted = [job for job in changes(args.checkpoints) if not args.only or job.told in args.only]
-    for ranks in (1, 2):
-        jobs = [job for job in wanted if job.ranks == ranks]
-        rows += [[job.told, text] for job, text in zip(jobs, loaded(jobs), strict=True)]
+    return rows + [[job.told, text] for job, text in zip(wanted, loaded(wanted), strict=True)]
+
+
+def _damaged(args: argparse.Namespace) -> list[list[str]]:
+    rows = [["damage", "ours", "zero_to_fp32.py", "engine on 2 ranks"], ["---"] * 4]
+    cases = maker().CASES
+    with tempfile.TemporaryDirectory() as out:
+        variants = [*damaged(args.checkpoints, Path(out))]
+        named = [(str(root), cases[root.name.partition("-")[0]]) for _, root in variants]
+        jobs = [Job(root, case.kind, case.config) for root, case in named]
+        for (told, root), text in zip(variants, loaded(jobs), strict=True):
+            truth = load_file(root / "truth.safetensors")
+            rows.append([told, ours(root, truth), theirs(root, truth), text])
     return rows
 
 
 def _compared(args: argparse.Namespace) -> list[list[str]]:
     roots = sorted(p.parent for p in args.checkpoints.glob("*/truth.safetensors"))
-    roots = [root for root in roots if not args.only or root.name in args.only]
-    engine = [[*loaded([same(root, ranks) for root in roots])] for ranks in (2, 1)]
+    made = maker()
+    roots = [
+        root
+        for root in roots
+        if made.CASES[made.UNIVERSAL.get(root.name, root.name)].ranks == 2
+        and (not args.only or root.name in args.only)
+    ]
+    engine = [loaded(same(root, ranks) for root in roots) for ranks in (2, 1)]
     rows = [
         ["checkpoint", "ours", "zero_to_fp32.py", "engine on 2 ranks", "engine on 1"],
         ["---"] * 5,

@@ -95,3 +95,35 @@ def test_a_saved_plan_is_not_explained_for_another_choice(
     Dispatcher().plan(plain).save(path)
     assert main(["explain", str(path), "--tag", "A"]) == 2
     assert "without regard to tag 'A'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("zero_stage", "nor a file that can be read"),
+        ("zero_stage=", "'zero_stage' has no value"),
+        ("dp=2,dp=3", "says 'dp' twice"),
+        ("broken.json", "is no JSON"),
+        ("list.json", "holds no JSON object"),
+    ],
+)
+def test_expectations_that_cannot_be_read_are_a_bad_call(
+    text: str,
+    told: str,
+    plain: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(plain)
+    (plain / "broken.json").write_text("{")
+    (plain / "list.json").write_text("[1]")
+    with pytest.raises(SystemExit, match="2"):
+        main(["inspect", str(plain), "--expect", text])
+    assert told in capsys.readouterr().err
+
+
+def test_expectations_of_plain_weights_are_not_passed_over(
+    plain: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["inspect", str(plain), "--expect", "dp=8,tp=2"]) == 1
+    assert "expect 'dp,tp' asked for" in " ".join(capsys.readouterr().out.split())

@@ -191,3 +191,22 @@ def manifest() -> Callable[[str], tuple[list[str], dict[str, Any]]]:
         return list(index["weight_map"]), config
 
     return read
+
+
+@pytest.fixture
+def model_of() -> Callable[[Mapping[str, torch.Tensor]], torch.nn.Module]:
+    """Return what makes a model that has just the given tensors, all zero."""
+
+    def make(truth: Mapping[str, torch.Tensor]) -> torch.nn.Module:
+        model = torch.nn.Module()
+        for name, tensor in truth.items():
+            *path, leaf = name.split(".")
+            owner = model
+            for part in path:
+                if part not in owner._modules:
+                    owner.add_module(part, torch.nn.Module())
+                owner = owner.get_submodule(part)
+            owner.register_buffer(leaf, torch.zeros_like(tensor))
+        return model
+
+    return make

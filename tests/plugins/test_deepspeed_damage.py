@@ -109,6 +109,17 @@ def test_a_missing_model_file_of_zero_3_costs_what_was_frozen(
     assert structure.ties == {"head.weight": "emb.weight"}
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_missing_model_file_of_zero_3_is_missed_where_nothing_was_frozen(
+    rank: int, copied: Callable[[str], Path]
+) -> None:
+    folder = copied("zero3_fp32")
+    for path in folder.glob("*model_states.pt"):
+        edit(path, lambda s: s.update(frozen_param_shapes={}, frozen_param_fragments={}))
+    (folder / MODEL_3.format(rank)).unlink()
+    assert MODEL_3.format(rank) in said(read_structure(folder), "rank-missing")
+
+
 def test_without_the_model_file_of_rank_0_the_tied_names_are_missed(
     copied: Callable[[str], Path],
 ) -> None:
@@ -340,6 +351,29 @@ def test_ranks_of_experts_in_another_order_are_not_guessed(
     assert "emb.weight" in structure.masters and len(structure.training) == 20
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_one_rank_with_another_order_of_parameters_is_told(
+    rank: int, copied: Callable[[str], Path]
+) -> None:
+    folder = copied("zero3_fp32")
+
+    def reorder(state: dict[str, Any]) -> None:
+        group = state["param_shapes"][1]
+        group["lin1.bias"] = group.pop("lin1.bias")
+
+    edit(folder / MODEL_3.format(rank), reorder)
+    assert "'param_shapes' differs" in said(read_structure(folder), "mixed-saves")
+
+
+@pytest.mark.parametrize("case", ["zero2_fp32", "zero3_fp32"])
+def test_another_number_of_groups_is_told(case: str, copied: Callable[[str], Path]) -> None:
+    folder = copied(case)
+    for path in folder.glob("*model_states.pt"):
+        edit(path, lambda state: state["param_shapes"].pop())
+    texts = [f.message for f in read_structure(folder).findings if f.code == "group-size"]
+    assert len(texts) == 2 and "has 2 groups of masters" in texts[0] and "lists 1" in texts[0]
+
+
 # ---- files that are broken
 
 
@@ -434,6 +468,14 @@ def test_without_latest_two_states_are_named(copied: Callable[[str], Path]) -> N
     assert read_structure(folder.parent, tag="best").folder.tag == "best"
 
 
+def test_a_tag_may_have_any_characters(copied: Callable[[str], Path]) -> None:
+    folder = copied("zero2_fp32")
+    (folder.parent / "latest").write_text("best [0.5]*?")
+    folder.rename(folder.parent / "best [0.5]*?")
+    structure = read_structure(folder.parent)
+    assert len(structure.best()) == 12 and errors(structure) == []
+
+
 def test_latest_that_names_nothing_is_told(copied: Callable[[str], Path]) -> None:
     folder = copied("zero2_fp32")
     (folder.parent / "latest").write_text("global_step9\n")
@@ -453,8 +495,12 @@ def test_a_universal_checkpoint_of_round_robin_gradients_is_refused() -> None:
     structure = read_structure(DATA / "universal_from_round_robin")
     assert "wrong names" in said(structure, "round-robin-universal")
     truth = load_file(DATA / "universal_from_round_robin" / "truth.safetensors")
-    stored = torch.load(structure.folder.path / "zero" / "emb.weight" / "fp32.pt")["param"]
-    assert not torch.equal(stored, truth["emb.weight"])  # as DeepSpeed 0.19.8 wrote it
+    stored = {
+        path.parent.name: torch.load(path)["param"]
+        for path in structure.folder.path.glob("zero/*/fp32.pt")
+    }
+    wrong = [name for name, value in stored.items() if not torch.equal(value, truth[name])]
+    assert "lin2.weight" in wrong  # as DeepSpeed 0.19.8 wrote it
 
 
 def test_the_checkpoint_it_was_made_from_is_right_and_says_why_it_was_doubted() -> None:

@@ -101,3 +101,14 @@ def test_states_of_an_optimizer_beside_other_weights_do_not_hide_them(tmp_path: 
     assert [shard.name for shard in manifest.shards] == ["x.pt"]
     (tmp_path / "x.pt").unlink()
     assert open_manifest(tmp_path, registry).format == "deepspeed"
+
+
+@pytest.mark.parametrize("case", ["zero2_fp32", "zero3_fp32"])
+def test_a_layer_that_is_bigger_or_renamed_is_refused_by_name(case: str) -> None:
+    # "The size of tensor a (80) must match the size of tensor b (75)" in ZeRO 3 of DeepSpeed.
+    truth = load_file(DATA / case / "truth.safetensors")
+    truth["lin2.weight"] = torch.zeros(8, 5)
+    truth["last.bias"] = truth.pop("lin2.bias")
+    plan = planned(DATA / case, model_of(truth))
+    assert "1 mismatched: 'lin2.weight'" in plan.refusal()
+    assert "1 missing: 'last.bias'" in plan.refusal()

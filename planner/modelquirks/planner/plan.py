@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -191,7 +191,7 @@ class Plan:
             "placing": None if (inputs := self.placement.inputs) is None else inputs.to_json(),
             "placement_findings": [f.to_json() for f in self.placement.findings],
             "options": self.options._asdict(),
-            "opening": asdict(self.opening),
+            "opening": self.opening.to_json(),
             "adapter": None if self.adapter is None else os.path.abspath(self.adapter.path),
         }
         write_whole(Path(path), json.dumps(data, indent=1) + "\n")

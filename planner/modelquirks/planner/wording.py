@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
+from modelquirks.planner.checkpoint.openoptions import OpenOptions
 from modelquirks.planner.placement.memory import show_bytes
 
 __all__ = ["clean", "compact_names", "counted", "ranges", "show_seconds", "show_shape", "summary"]
@@ -51,6 +52,8 @@ def summary(checkpoint: Mapping[str, Any]) -> str:
     ]
     if checkpoint["total_bytes"] is not None:
         parts.append(show_bytes(checkpoint["total_bytes"]))
+    if chosen := OpenOptions(**checkpoint.get("chosen", {})).told():
+        parts.append(chosen)
     return ", ".join(parts)
 
 

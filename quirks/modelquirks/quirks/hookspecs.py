@@ -73,8 +73,8 @@ def modelquirks_open(path: Path, names: Sequence[str], options: Any) -> Any:
     result is an ``Opened`` of the planner (``modelquirks.planner.checkpoint.opened``): byte ranges
     in files, and for each tensor of the model that was saved the recipe over them.
 
-    *path* is a folder, or a file that is no weight file by its name; *names* are those of the files
-    and folders in the folder, sorted, and of a file its own. *options* is the planner's
+    *path* is a folder, or a file that is no weight file by its name, or GGUF; *names* are those of
+    the files and folders in the folder, sorted, and of a file its own. *options* is the planner's
     ``OpenOptions``: which of several states and weights somebody wants, all None for the usual
     ones. An implementation may leave it out of its parameters; the ``chosen`` of the result says
     what was heeded, and what was not is an error. Called unless the folder has weights under the

@@ -3,11 +3,10 @@
     python tests/data/deepspeed/make_checkpoints.py OUT [CASE …]
 
 Needs DeepSpeed 0.19.8 (``DS_BUILD_OPS=0 pip install deepspeed``), transformers for AutoTP, and a
-compiler for ``zero2_cpuadam``. Each case is trained for a few steps by two processes on the CPU
-(gloo); the fp32 masters are asked for through ``safe_get_full_fp32_param`` before anything is
+compiler for ``zero2_cpuadam``. Each case is trained for a few steps by two or more processes on the
+CPU (gloo); the fp32 masters are asked for through ``safe_get_full_fp32_param`` before anything is
 saved, so that the truth does not depend on ``zero_to_fp32.py``. Without a case all are made, about
-20 s each. ``universal_from_X`` is converted from X by ``ds_to_universal``, and of each parameter
-only ``fp32.pt`` is kept.
+20 s each. Of each parameter of a universal checkpoint only ``fp32.pt`` is kept.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import nn
 
-__all__ = ["CASES", "Run", "launch", "start", "write"]
+__all__ = ["CASES", "UNIVERSAL", "Run", "launch", "start", "write"]
 
 Weights = dict[str, torch.Tensor]
 
@@ -38,6 +37,7 @@ class Case(NamedTuple):
 
     kind: str
     config: dict[str, Any]
+    ranks: int = 2
 
 
 def _zero(stage: int, **more: Any) -> dict[str, Any]:
@@ -88,15 +88,25 @@ CASES: dict[str, Case] = {
     ),
     "moe_ep2_zero2": Case("moe", _zero(2) | {"zero_allow_untested_optimizer": True}),
     "moe_ep2_zero0": Case("moe", {}),
+    "zero2_three_ranks": Case("tiny", _zero(2), 3),
+    "zero3_three_ranks": Case("tiny", _zero(3, stage3_param_persistence_threshold=0), 3),
+    "autotp2_zero3_four_ranks": Case(
+        "autotp",
+        _zero(3, stage3_param_persistence_threshold=0) | {"tensor_parallel": {"autotp_size": 2}},
+        4,
+    ),
 }
-UNIVERSAL = (
-    "zero3_fp32",
-    "pipeline_pp2_zero1",
-    "zero1_bf16",
-    "autotp2_zero1",
-    "autotp2_zero3",
-    "zero2_round_robin",
-)
+UNIVERSAL = {
+    "universal_from_zero1": "zero1_fp32",
+    "universal_from_zero2": "zero2_fp32",
+    "universal_from_zero3": "zero3_fp32",
+    "universal_from_zero1_bf16": "zero1_bf16",
+    "universal_from_pipeline_pp2": "pipeline_pp2_zero1",
+    "universal_from_autotp2_zero1": "autotp2_zero1",
+    "universal_from_autotp2_zero3": "autotp2_zero3",
+    "universal_from_round_robin": "zero2_round_robin",
+}
+"""Converted by ``ds_to_universal`` from others, which must be there."""
 _BASE = {
     "train_micro_batch_size_per_gpu": 2,
     "gradient_accumulation_steps": 1,
@@ -347,7 +357,7 @@ def _first(ranks: Iterable[Weights]) -> Weights:
 
 def write(name: str, root: Path) -> None:
     """Train a case in this process, one of two, and save it with its truth."""
-    kind, config = CASES[name]
+    kind, config, _ = CASES[name]
     run = start(kind, config)
     options = {"exclude_frozen_parameters": True} if name == "zero2_exclude_frozen" else {}
     for tag in ("A", "B") if name == "zero3_two_tags" else (None,):
@@ -396,11 +406,11 @@ def launch(script: str, *words: str, ranks: int = 2, timeout: float = 600) -> tu
     return started.returncode, output
 
 
-def _convert(name: str, source: Path, root: Path) -> None:
+def _convert(source: Path, root: Path) -> None:
     tag = (source / "latest").read_text().strip()
     words = ["--input_folder", str(source / tag), "--output_folder", str(root / f"{tag}_universal")]
     words += ["--num_extract_workers", "1", "--num_merge_workers", "1"]
-    if "zero3" not in name:
+    if "zero3" not in source.name:
         words.append("--inject_missing_state")
     subprocess.run(
         [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", *words], check=True
@@ -419,15 +429,15 @@ def _unneeded(root: Path) -> Iterator[Path]:
 
 def main(out: Path, names: list[str]) -> None:
     """Make the cases in processes of their own."""
-    every = [*CASES, *(f"universal_from_{name}" for name in UNIVERSAL)]
-    for name in names or every:
+    for name in names or (*CASES, *UNIVERSAL):
         shutil.rmtree(out / name, ignore_errors=True)
         (out / name).mkdir(parents=True)
-        source = name.removeprefix("universal_from_")
-        if source != name:
-            _convert(name, out / source, out / name)
+        if name in UNIVERSAL:
+            _convert(out / UNIVERSAL[name], out / name)
             continue
-        code, output = launch(str(Path(__file__)), "--child", name, str(out / name))
+        code, output = launch(
+            str(Path(__file__)), "--child", name, str(out / name), ranks=CASES[name].ranks
+        )
         for left in (out / name).glob("zero_to_*.py"):
             left.unlink()
         print(name, "made" if code == 0 else f"failed:\n{output}", flush=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import compress
 from pathlib import Path
@@ -242,6 +242,6 @@ class Manifest:
             "families": len(self.families),
             "shards": len(self.shards),
             "total_bytes": self.total_bytes,
-            "chosen": asdict(self.options),
+            "chosen": self.options.to_json(),
             "findings": [finding.to_json() for finding in self.findings],
         }

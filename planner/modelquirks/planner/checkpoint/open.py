@@ -112,7 +112,8 @@ def _opened(path: Path, registry: Callable[[], Registry] | None, options: OpenOp
     if found is not None:
         root = path if path.is_dir() else path.parent
         said = (*_about_plugins(problems), *_unheeded(options, found.chosen, found.format))
-        return replace(_manifest(root, path, content_of(found), *said), options=found.chosen)
+        manifest = _manifest(root, path, content_of(found), *said)
+        return replace(manifest, options=replace(found.chosen, expect=None))
     return manifest_at(path, problems, options)
 
 
@@ -121,6 +122,7 @@ def _unheeded(options: OpenOptions, chosen: OpenOptions, format: str) -> Iterato
     rest = OpenOptions(
         weights=None if chosen.weights else options.weights,
         tag=None if chosen.tag else options.tag,
+        expect=None if chosen.expect else options.expect,
     )
     if rest:
         text = (
@@ -352,7 +354,7 @@ def _about_alone(root: FilePath, path: FilePath) -> str:
     whose = f"its base, {base!r}" if base else "a base model, which it does not name"
     return (
         f"these are the weights of an adapter{kind}, to be put on top of {whose}: "
-        f"modelquirks plan {base or 'BASE'} --adapter {path} --merge"
+        f"modelquirks plan {base or 'BASE'} --adapter {Path(path)} --merge"
     )
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 __all__ = ["AS_USUAL", "OpenOptions", "Weights"]
 
@@ -21,6 +22,8 @@ class OpenOptions:
     weights: Weights | None = None
     tag: str | None = None
     """Name of one of several saved states."""
+    expect: Mapping[str, Any] | None = None
+    """How a job is going to load it, for comparison: keys and values are the format's."""
 
     def __post_init__(self) -> None:
         """Refuse what means nothing."""
@@ -34,13 +37,18 @@ class OpenOptions:
         """Tell whether anything was chosen."""
         return self != AS_USUAL
 
+    def to_json(self) -> dict[str, str | None]:
+        """Return what was chosen; what is expected of a job is no part of it."""
+        return {"weights": self.weights, "tag": self.tag}
+
     def told(self) -> str:
         """Return the choice as one would write it.
 
         >>> OpenOptions("training", "global_step3").told()
         "weights 'training' and tag 'global_step3'"
         """
-        pairs = (("weights", self.weights), ("tag", self.tag))
+        expect = None if self.expect is None else ",".join(self.expect)
+        pairs = (("weights", self.weights), ("tag", self.tag), ("expect", expect))
         return " and ".join(f"{name} {value!r}" for name, value in pairs if value is not None)
 
 

@@ -207,7 +207,8 @@ def _container_findings(shard: str, value: Any, keys: tuple[str, ...]) -> Iterat
     if not keys:
         return
     path = ".".join(keys)
-    others, copies = [], []
+    others: list[str] = []
+    copies: list[str] = []
     for key in (key for key in _holders(value) if key != keys[0]):
         alike = isinstance(key, str) and key in _WRAPPERS and not _is_optimizer(value[key], key)
         (copies if alike else others).append(str(key))

@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="also write names, dtypes, shapes and config to FILE: what proves a quirk",
     )
-    add_opening(parser)
+    add_opening(parser, compares=True)
     add_html(parser)
     add_hub(parser)
 

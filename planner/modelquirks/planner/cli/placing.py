@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import json
-from collections.abc import Callable, Mapping
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 from modelquirks.planner.cli.command import CallError
+from modelquirks.planner.cli.parsing import checked, read_json_file
 from modelquirks.planner.dtypes import from_torch
 from modelquirks.planner.placement.cost import OBJECTIVES
 from modelquirks.planner.placement.machine import read_machine, shipped_machines
@@ -130,39 +129,17 @@ def memory_option(
     return None if given is None else {"disk": 0, **given}
 
 
-def checked(parse: Callable[[str], Any]) -> Callable[[str], Any]:
-    """Return *parse* as argparse wants it: it keeps the text of a ValueError only this way."""
-
-    def parsed(text: str) -> Any:
-        try:
-            return parse(text)
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error)) from error
-
-    return parsed
-
-
 def _device_map(text: str) -> str | Mapping[str, Any]:
     if text in POLICIES:
         return text
-    found = _json(text, f"none of {', '.join(POLICIES)}, nor ")
+    found = read_json_file(text, f"none of {', '.join(POLICIES)}, nor ")
     if not isinstance(found, dict) or not all(isinstance(d, str | int) for d in found.values()):
         raise CallError(f"{text!r} must be an object of module: device, as {{'': 'cpu'}}")
     return found
 
 
-def _json(path: str, other: str = "") -> Any:
-    """Return the JSON of a file; CallError if there is none, *other* saying what it is not."""
-    try:
-        return json.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise CallError(f"{path!r} is {other}a file that can be read ({error.strerror})") from error
-    except ValueError as error:
-        raise CallError(f"{path!r} is no JSON: {error}") from error
-
-
 def _frequencies(text: str) -> Mapping[str, list[float]]:
-    found = _json(text, "not ")
+    found = read_json_file(text, "not ")
     if isinstance(found, dict) and all(_is_shares(layer, row) for layer, row in found.items()):
         return found
     raise CallError(

@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = add_placing(parser)
     add_offload(group)
     add_loading(parser)
-    add_opening(parser)
+    add_opening(parser, compares=True)
     add_naming(parser)
 
 

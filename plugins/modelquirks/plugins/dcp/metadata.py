@@ -31,6 +31,12 @@ _NAMES = frozenset(
         "torch.distributed.checkpoint.filesystem._StorageInfo",
         *("pathlib.PosixPath", "pathlib.WindowsPath", "pathlib.PurePosixPath", "pathlib._local"),
         "pathlib._local.PosixPath",
+        *(  # Megatron keeps the plans of its ranks in it
+            f"torch.distributed.checkpoint.planner.{name}"
+            for name in ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData")
+        ),
+        "megatron.core.dist_checkpointing.strategies.torch.MCoreMetadata",
+        "megatron.core.dist_checkpointing.strategies.torch.MCoreSavePlan",
     )
 )
 

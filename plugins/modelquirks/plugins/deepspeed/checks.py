@@ -14,6 +14,7 @@ from modelquirks.plugins.deepspeed.assemble import Assembly
 from modelquirks.plugins.deepspeed.grid import Grid
 from modelquirks.plugins.deepspeed.loads import listed
 from modelquirks.plugins.deepspeed.order import check_order
+from modelquirks.plugins.deepspeed.saved import Shapes
 from modelquirks.plugins.deepspeed.sizes import check_sizes
 from modelquirks.plugins.deepspeed.states import ModelState, OptimState
 
@@ -132,6 +133,9 @@ def _one_save(grid: Grid, tag: str) -> Iterator[Finding]:
     yield from _equal(models, "global_samples", lambda m: m.number("global_samples"))
     yield from _equal(models, "dp_world_size", lambda m: m.number("dp_world_size"))
     yield from _equal(models, "mp_world_size", lambda m: m.number("mp_world_size"))
+    for mp in range(grid.mp):
+        alike = [model for (_, rank), model in grid.models.items() if rank == mp]
+        yield from _equal(alike, "param_shapes", lambda m: m.groups and _order(m.groups))
     both: list[ModelState | OptimState] = [*models, *optims]
     yield from _equal(both, "ds_version", _version)
     yield from _equal(both, "ds_config", lambda state: _text(state.config) or None)
@@ -141,6 +145,11 @@ def _one_save(grid: Grid, tag: str) -> Iterator[Finding]:
     if named and steps is not None and int(named[1]) != steps:
         text = f"the tag {tag!r} holds files of step {steps}: a folder that was renamed or reused."
         yield Finding("tag-step", "warning", text)
+
+
+def _order(groups: tuple[Shapes, ...]) -> str:
+    """Return names and shapes in their order, which is that of the weights in ZeRO 3."""
+    return "; ".join(", ".join(f"{n} {[*shape]}" for n, shape in g.items()) for g in groups)
 
 
 def _version(state: ModelState | OptimState) -> str | None:

@@ -9,6 +9,7 @@ from modelquirks.planner.checkpoint.opened import Opened, shard_of
 from modelquirks.planner.checkpoint.openoptions import AS_USUAL, OpenOptions
 from modelquirks.planner.finding import Finding
 from modelquirks.plugins.deepspeed.files import list_states
+from modelquirks.plugins.deepspeed.grid import Grid
 from modelquirks.plugins.deepspeed.offers import stored_pieces
 from modelquirks.plugins.deepspeed.parameter import recipe
 from modelquirks.plugins.deepspeed.structure import read_structure
@@ -23,7 +24,9 @@ def open_state(root: Path, options: OpenOptions = AS_USUAL) -> Opened:
     states are there and none is named, an error lists them.
     """
     try:
-        structure = read_structure(root, tag=options.tag, weights=options.weights)
+        structure = read_structure(
+            root, tag=options.tag, weights=options.weights, expect=options.expect
+        )
     except CheckpointError as error:
         unknown = Finding("state-unknown", "error", str(error))
         return Opened("deepspeed", {}, {}, (), (unknown,), chosen=options)
@@ -42,5 +45,16 @@ def open_state(root: Path, options: OpenOptions = AS_USUAL) -> Opened:
         tensors={name: recipe(parameter) for name, parameter in found.items()},
         shards=tuple(shard_of(root, file) for file in sorted(files)),
         findings=structure.findings,
-        chosen=OpenOptions(structure.weights, below if prefix else options.tag),
+        container=_container(structure.grid),
+        chosen=OpenOptions(structure.weights, below if prefix else options.tag, options.expect),
     )
+
+
+def _container(grid: Grid) -> str:
+    """Return ``lightning`` if its DeepSpeed strategy saved this: the names are a LightningModule's.
+
+    Source: ``DeepSpeedStrategy.save_checkpoint`` of lightning 2.6 gives its whole state to
+    ``engine.save_checkpoint`` as ``client_state``.
+    """
+    told = any("pytorch-lightning_version" in model.facts for model in grid.models.values())
+    return "lightning" if told else ""

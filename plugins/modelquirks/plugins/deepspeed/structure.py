@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from modelquirks.planner.checkpoint.openoptions import Weights
 from modelquirks.planner.finding import Finding
 from modelquirks.plugins.deepspeed.assemble import masters, tied, training
 from modelquirks.plugins.deepspeed.checks import check, eased
+from modelquirks.plugins.deepspeed.expect import compare
 from modelquirks.plugins.deepspeed.files import Folder, locate
 from modelquirks.plugins.deepspeed.grid import Grid, read_grid
 from modelquirks.plugins.deepspeed.loads import can_load, cannot, is_doubtful
@@ -54,13 +56,17 @@ class Structure:
 
 
 def read_structure(
-    path: str | Path, *, tag: str | None = None, weights: Weights | None = None
+    path: str | Path,
+    *,
+    tag: str | None = None,
+    weights: Weights | None = None,
+    expect: Mapping[str, Any] | None = None,
 ) -> Structure:
     """Read the names and headers of a checkpoint; nothing in it is executed.
 
     *path* is the folder with ``latest`` in it, or that of a tag. *weights* are the masters, unless
-    there are none. Raises CheckpointError if there is no such state; what is wrong with its files
-    are findings.
+    there are none. *expect* is compared with how it was saved. Raises CheckpointError if
+    there is no such state; what is wrong with its files are findings.
     """
     folder = locate(Path(path), tag)
     grid = read_grid(folder.path, universal=folder.universal)
@@ -91,6 +97,7 @@ def read_structure(
             *folder.findings,
             *found,
             *cannot(grid, taken, whole),
+            *(() if expect is None else compare(grid, folder, expect)),
             optimizer_state(grid, folder),
             can_load(grid, whole, trained, taken=taken, doubtful=doubtful),
         ),

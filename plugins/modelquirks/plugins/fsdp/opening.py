@@ -40,6 +40,9 @@ class _Rank(NamedTuple):
 
 
 class _Piece(NamedTuple):
+    """What lies in one place."""
+
+    place: str
     region: Region
     record: TensorRecord
     rank: _Rank
@@ -106,24 +109,22 @@ def _with_records(
     value: Any, shares: dict[str, Share], problems: list[str], name: str, depth: int = 0
 ) -> Any:
     """Return *value* with a record of the whole tensor in the place of each share."""
-    if is_share(value):
-        try:
-            share = share_of(value)
-        except ShareProblem as problem:
-            problems.append(f"{name!r} {problem}")
-            return None
-        key = f"share {len(shares)}"
-        shares[key] = share
-        storage = StorageRecord(key, share.dtype, 0)
-        return TensorRecord(storage, share.dtype, share.shape, dense_stride(share.shape), 0)
     if isinstance(value, dict) and depth < _MAX_DEPTH:
+        below = f"{name}." if name else ""
         return {
-            key: _with_records(
-                item, shares, problems, f"{name}.{key}" if name else str(key), depth + 1
-            )
+            key: _with_records(item, shares, problems, f"{below}{key}", depth + 1)
             for key, item in value.items()
         }
-    return value
+    if not is_share(value):
+        return value
+    try:
+        share = share_of(value)
+    except ShareProblem as problem:
+        problems.append(f"{name!r} {problem}")
+        return None
+    storage = StorageRecord(f"share {len(shares)}", share.dtype, 0)
+    shares[storage.key] = share
+    return TensorRecord(storage, share.dtype, share.shape, dense_stride(share.shape), 0)
 
 
 def _pieces(ranks: Iterable[_Rank]) -> dict[str, list[_Piece]]:
@@ -132,22 +133,18 @@ def _pieces(ranks: Iterable[_Rank]) -> dict[str, list[_Piece]]:
     for rank in ranks:
         for name, share in rank.shares.items():
             regions = found.setdefault(name, {})
+            whole = tuple((0, size) for size in share.shape)
             for region, record in share.pieces:
-                regions.setdefault(region, _Piece(region, record, rank))
+                place = name if region == whole else f"{name}{shown_region(region)}"
+                regions.setdefault(region, _Piece(place, region, record, rank))
     return {name: list(regions.values()) for name, regions in found.items()}
-
-
-def _place_name(name: str, piece: _Piece) -> str:
-    shape = next(s.shape for n, s in piece.rank.shares.items() if n == name)
-    whole = piece.region == tuple((0, size) for size in shape)
-    return name if whole else f"{name}{shown_region(piece.region)}"
 
 
 def _recipes(pieces: Mapping[str, list[_Piece]]) -> tuple[dict[str, Node], dict[str, str]]:
     recipes: dict[str, Node] = {}
     faults: dict[str, str] = {}
     for name, several in pieces.items():
-        chunks = [Chunk(_place_name(name, piece), piece.region) for piece in several]
+        chunks = [Chunk(piece.place, piece.region) for piece in several]
         try:
             if not several:
                 raise RecipeError("no rank has elements of it")
@@ -162,11 +159,11 @@ def _placed(
 ) -> tuple[dict[str, StoredTensor], list[Finding]]:
     by_file: dict[str, dict[str, TensorRecord]] = {}
     contents: dict[str, TorchContent] = {}
-    for name, several in pieces.items():
+    for several in pieces.values():
         for piece in several:
             file = piece.rank.file.name
             contents[file] = piece.rank.content
-            by_file.setdefault(file, {})[_place_name(name, piece)] = piece.record
+            by_file.setdefault(file, {})[piece.place] = piece.record
     for name, rank in whole.items():
         contents[rank.file.name] = rank.content
         by_file.setdefault(rank.file.name, {})[name] = rank.plain[name]
@@ -208,7 +205,8 @@ def _about_missing(ranks: list[_Rank], series: Series) -> Iterator[Finding]:
 
 def _about_rest(series: Series) -> Iterator[Finding]:
     if series.other:
-        text = f"{series.weights[0].name!r} and its series were read; not taken: {shown(series.other)}."
+        first = series.weights[0].name
+        text = f"{first!r} and its series were read; not taken: {shown(series.other)}."
         yield Finding("several-models", "warning", text)
     if series.rest:
         text = f"the state of the optimizer and of the run is not loaded: {shown(series.rest)}."

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from modelquirks.plugins.gguf.records import RECORDS
-from modelquirks.plugins.gguf.schemes import schemes
+from modelquirks.plugins.gguf.schemes import all_schemes
 from modelquirks.quirks.hookspecs import hookimpl
 from modelquirks.quirks.recipe import Scheme
 from modelquirks.quirks.record import ModelQuirks
@@ -47,4 +47,4 @@ def modelquirks_records() -> Iterable[ModelQuirks]:
 @hookimpl
 def modelquirks_schemes() -> Iterable[Scheme]:
     """Return a scheme for every packed type."""
-    return schemes()
+    return all_schemes()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import mmap
 import struct
 from collections.abc import Iterator, Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -218,7 +219,7 @@ def _faults(
         twice = sorted({name for name in names if names.count(name) > 1})
         yield _error("duplicate-name", f"{shard!r} has tensors twice: {shown(twice)}.")
     ordered = sorted(tensors, key=lambda t: t.begin)
-    pairs = zip(ordered, ordered[1:], strict=False)
+    pairs = pairwise(ordered)
     over = [
         f"{a.name} and {b.name}" for a, b in pairs if a.type and a.end > b.begin and b.end > b.begin
     ]

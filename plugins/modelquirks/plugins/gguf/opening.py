@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from modelquirks.planner.checkpoint.manifest import StoredTensor
@@ -13,6 +14,7 @@ from modelquirks.plugins.gguf.config import architecture_of, config_of
 from modelquirks.plugins.gguf.header import GgufHeader, GgufTensor, read_header
 from modelquirks.plugins.gguf.records import ARCHITECTURES, PLUS_ONE_NORMS, container_of
 from modelquirks.plugins.gguf.schemes import PLUS_ONE
+from modelquirks.plugins.gguf.types import BlockType
 from modelquirks.quirks.recipe import Source
 
 __all__ = ["open_file", "open_folder"]
@@ -41,16 +43,7 @@ def open_folder(root: Path, names: Sequence[str]) -> Opened:
         return opened
     text = f"the projector of images is a model of its own, and not read: {shown(aside)}."
     about = Finding("other-copies", "info", text)
-    return Opened(
-        opened.format,
-        opened.places,
-        opened.tensors,
-        opened.shards,
-        (*opened.findings, about),
-        opened.container,
-        opened.metadata,
-        config=opened.config,
-    )
+    return replace(opened, findings=(*opened.findings, about))
 
 
 def _key(name: str) -> str:
@@ -83,7 +76,7 @@ def _opened(root: Path, names: Sequence[str]) -> Opened:
                 twice.append(tensor.name)
                 continue
             shapes[tensor.name] = tensor.shape
-            stored = _stored(tensor, header, architecture)
+            stored = _stored(tensor, tensor.type, header, architecture)
             places[stored.name] = stored
     findings = [
         *(finding for header in headers for finding in header.findings),
@@ -100,10 +93,10 @@ def _opened(root: Path, names: Sequence[str]) -> Opened:
     )
 
 
-def _stored(tensor: GgufTensor, header: GgufHeader, architecture: str) -> StoredTensor:
+def _stored(
+    tensor: GgufTensor, type_: BlockType, header: GgufHeader, architecture: str
+) -> StoredTensor:
     """Return the place of a tensor: blocks as bytes, with their type as the last word."""
-    type_ = tensor.type
-    assert type_ is not None
     begin: int | None = tensor.begin
     end: int | None = tensor.end
     if tensor.end > (header.shard.size_bytes or 0):

@@ -14,8 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from modelquirks.plugins.gguf.schemes import PLUS_ONE, scheme_name
 from modelquirks.plugins.gguf.types import PACKED
 from modelquirks.plugins.meta_llama import half_split
-
-from modelquirks.quirks.recipe import Concat, Source, Transpose, View
+from modelquirks.quirks.recipe import Cast, Concat, Source, Transpose, View
 from modelquirks.quirks.record import Alias, Convert, Expected, Match, ModelQuirks, Pack, Tie
 
 __all__ = ["ARCHITECTURES", "PLUS_ONE_NORMS", "RECORDS", "container_of"]
@@ -113,7 +112,8 @@ def _half_split() -> Iterator[Convert]:
 
 def _stacked_experts() -> Iterator[Convert]:
     experts = "**.mlp.experts"
-    parts = (Source(f"{experts}.{proj}_proj.weight") for proj in ("gate", "up"))
+    # One of the two may be packed, which makes F32, and the other not.
+    parts = (Cast(Source(f"{experts}.{proj}_proj.weight"), "F32") for proj in ("gate", "up"))
     yield Convert(f"{experts}.gate_up_proj", Concat(tuple(parts), 1))
     yield Convert(f"{experts}.down_proj", Source(f"{experts}.down_proj.weight"))
     gate = "**.mlp.shared_expert_gate.weight"

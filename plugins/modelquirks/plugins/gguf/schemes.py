@@ -14,7 +14,7 @@ from typing import Any
 from modelquirks.plugins.gguf.types import PACKED, BlockType
 from modelquirks.quirks.recipe import RecipeError, Region, Scheme, Settings, TensorType
 
-__all__ = ["PLUS_ONE", "Blocks", "PlusOne", "scheme_name", "schemes"]
+__all__ = ["PLUS_ONE", "Blocks", "PlusOne", "all_schemes", "scheme_name"]
 
 PLUS_ONE = "plus_one"
 _ROWS = 256
@@ -30,7 +30,7 @@ def scheme_name(kind: str) -> str:
     return f"gguf_{kind.lower()}"
 
 
-def schemes() -> Iterable[Scheme]:
+def all_schemes() -> Iterable[Scheme]:
     """Return a scheme for every packed type."""
     return (*(Blocks(number, type_) for number, type_ in PACKED.items()), PlusOne())
 
@@ -82,19 +82,23 @@ class Blocks(Scheme):
         self, parts: Mapping[str, Any], region: Region, dtype: Any, settings: Settings
     ) -> Any:
         """Return *region* in *dtype* from the blocks that :meth:`regions` named."""
+        import numpy as np
         import torch
         from gguf.constants import GGMLQuantizationType
         from gguf.quants import dequantize
 
         kind = GGMLQuantizationType(self._number)
+        shape = tuple(end - begin for begin, end in region)
+        if 0 in shape:
+            return torch.empty(shape, dtype=dtype)
         blocks = parts["blocks"].contiguous().cpu()
         rows = blocks.view(-1, blocks.shape[-1]).numpy()
         start, stop = region[-1]
         skip = start % self._type.elements
-        shape = tuple(end - begin for begin, end in region)
         result = torch.empty((rows.shape[0], stop - start), dtype=dtype)
         for begin in range(0, rows.shape[0], _ROWS):
-            values = torch.from_numpy(dequantize(rows[begin : begin + _ROWS], kind))
+            with np.errstate(all="ignore"):  # scales may be infinite: that is what is stored
+                values = torch.from_numpy(dequantize(rows[begin : begin + _ROWS], kind))
             result[begin : begin + _ROWS] = values[:, skip : skip + stop - start]
         return result.view(shape).to(parts["blocks"].device)
 

@@ -11,28 +11,40 @@ are taken apart again.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from modelquirks.plugins.megatron.records import RECORDS
 from modelquirks.quirks.hookspecs import hookimpl
+from modelquirks.quirks.record import ModelQuirks
 
 if TYPE_CHECKING:
     from modelquirks.planner.checkpoint.opened import Opened
+    from modelquirks.planner.checkpoint.openoptions import OpenOptions
 
-__all__ = ["modelquirks_open"]
+__all__ = ["RECORDS", "modelquirks_open", "modelquirks_records"]
 
 
 @hookimpl
-def modelquirks_open(path: Path, names: Sequence[str]) -> Opened | None:
+def modelquirks_open(path: Path, names: Sequence[str], options: OpenOptions) -> Opened | None:
     """Open a folder of Megatron: with the tracker, of one iteration, or of torch_dist."""
-    from modelquirks.plugins.megatron.dist import open_dist  # records need no planner
+    from modelquirks.planner.checkpoint.openoptions import OpenOptions  # records need no planner
+    from modelquirks.plugins.megatron.dist import open_dist
     from modelquirks.plugins.megatron.files import located
     from modelquirks.plugins.megatron.opening import open_ranks
 
     if not path.is_dir():
         return None
-    found = located(path, names)
+    found = located(path, names, options.tag)
     if found is None:
         return None
-    return open_dist(path, found) if found.is_dist else open_ranks(path, found)
+    opened = open_dist(path, found) if found.is_dist else open_ranks(path, found)
+    return replace(opened, chosen=OpenOptions(tag=found.below or None))
+
+
+@hookimpl
+def modelquirks_records() -> Iterable[ModelQuirks]:
+    """Return the record of megatron-core's names."""
+    return RECORDS

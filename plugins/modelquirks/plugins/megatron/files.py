@@ -12,8 +12,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from modelquirks.planner.checkpoint.json_text import read_json
 from modelquirks.planner.finding import Finding, shown
+from modelquirks.plugins.dcp.layouts import has_backend
 
 __all__ = ["Located", "RankFolder", "located"]
 
@@ -43,16 +43,22 @@ class Located(NamedTuple):
     findings: tuple[Finding, ...] = ()
 
 
-def located(path: Path, names: Sequence[str]) -> Located | None:
+def located(path: Path, names: Sequence[str], tag: str | None = None) -> Located | None:
     """Return what *path*, with files and folders *names* in it, is of Megatron; None: nothing.
 
-    Of several iterations that which the tracker names is taken, without it the only one.
+    Of several iterations that called *tag* is taken (``iter_0000010``), else that which the
+    tracker names, without it the only one.
     """
     if found := _of(path, "", names):
         return found
     iterations = [name for name in names if _ITERATION.fullmatch(name) and _of_name(path, name)]
     if not iterations:
         return None
+    if tag is not None:
+        if tag in iterations:
+            return _of_name(path, tag)
+        text = f"there is no iteration {tag!r}; there are {shown(iterations)}."
+        return Located("", (), False, (Finding("state-unknown", "error", text),))
     tag = _tracked(path) if TRACKER in names else ""
     if tag in iterations:
         others = [name for name in iterations if name != tag]
@@ -69,7 +75,7 @@ def located(path: Path, names: Sequence[str]) -> Located | None:
         )
     if len(iterations) == 1:
         return _of_name(path, iterations[0])
-    text = f"there are several iterations and no {TRACKER!r}: give the folder of one of {shown(iterations)}."
+    text = f"there is no {TRACKER!r}: choose an iteration by --tag, of {shown(iterations)}."
     return Located("", (), False, (Finding("several-iterations", "error", text),))
 
 
@@ -89,19 +95,12 @@ def _of_name(path: Path, name: str) -> Located | None:
 
 
 def _of(folder: Path, below: str, names: Sequence[str]) -> Located | None:
-    if _is_dist(folder, names):
+    if has_backend(folder, names):
         return Located(below, is_dist=True)
     ranks = tuple(rank for rank in _ranks(names) if (folder / rank.name / STATE).is_file())
     if ranks:
         return Located(below, ranks)
     return None
-
-
-def _is_dist(folder: Path, names: Sequence[str]) -> bool:
-    if "metadata.json" not in names or ".metadata" not in names:
-        return False
-    said, _ = read_json(folder / "metadata.json")
-    return isinstance(said, dict) and "sharded_backend" in said
 
 
 def _ranks(names: Sequence[str]) -> Iterator[RankFolder]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 __all__ = ["Offsets", "is_expert", "layer_counts", "numbered", "offsets_of"]
@@ -36,7 +36,9 @@ def layer_counts(names: Iterable[str]) -> dict[str, int]:
     return found
 
 
-def offsets_of(stages: list[list[Counts]]) -> tuple[list[list[dict[str, int]]], dict[str, int]]:
+def offsets_of(
+    stages: Sequence[Sequence[Counts]],
+) -> tuple[list[list[dict[str, int]]], dict[str, int]]:
     """Return the number of the first layer of each chunk of each stage, and how many there are.
 
     *stages* has the counts by stage and chunk. With several chunks a stage (virtual pipeline) the

@@ -71,27 +71,21 @@ def open_ranks(root: Path, found: Located) -> Opened:
 
 
 def _slices(saved: _Saved) -> tuple[dict[str, dict[int, _Slice]], list[Finding]]:
-    """Return the slices of each parameter by tensor-parallel rank, under the whole model's names."""
-    pipeline, (tensor, _, expert) = saved.grid.pipeline, saved.grid
-    counts = [_counts(saved, stage) for stage in range(pipeline)]
+    """Return by the whole model's names the slices of each parameter, by tensor-parallel rank."""
+    counts = [_counts(saved, stage) for stage in range(saved.grid.pipeline)]
     offsets, total = offsets_of(counts)
-    findings = [*_about_layers(saved, total)]
     found: dict[str, dict[int, _Slice]] = {}
-    for stage in range(pipeline):
-        for owner in range(expert):
-            for rank_number in range(tensor):
-                position = Position(rank_number, stage, owner)
-                if (rank := saved.ranks.get(position)) is None:
-                    continue
-                for chunk, tensors in enumerate(rank.chunks):
-                    at = Offsets(offsets[stage][chunk], owner * expert_count(tensors))
-                    for name, record in tensors.items():
-                        whole = numbered(name, at)
-                        if owner == 0 or is_expert(name):
-                            found.setdefault(whole, {}).setdefault(
-                                rank_number, _Slice(record, rank)
-                            )
-    return found, findings
+    ordered = sorted(saved.ranks.items(), key=lambda pair: (*pair[0][1:], pair[0].tensor))
+    for (tensor, stage, owner), rank in ordered:
+        if stage >= saved.grid.pipeline:
+            continue
+        for offset, tensors in zip(offsets[stage], rank.chunks, strict=False):
+            at = Offsets(offset, owner * expert_count(tensors))
+            for name, record in tensors.items():
+                if owner == 0 or is_expert(name):  # all else is the same on every expert rank
+                    slices = found.setdefault(numbered(name, at), {})
+                    slices.setdefault(tensor, _Slice(record, rank))
+    return found, [*_about_layers(saved, total)]
 
 
 def _counts(saved: _Saved, stage: int) -> list[dict[str, int]]:
@@ -167,7 +161,7 @@ def _placed(
 
 def _about_grid(saved: _Saved, ranks: tuple[Rank, ...]) -> Iterator[Finding]:
     tensor, pipeline, expert = saved.grid
-    text = f"saved by {tensor} tensor × {pipeline} pipeline × {expert} expert ranks"
+    text = f"saved by {tensor} tensor, {pipeline} pipeline and {expert} expert ranks"
     iterations = {rank.iteration for rank in ranks if rank.iteration is not None}
     if len(iterations) == 1:
         text += f", iteration {next(iter(iterations))}"
