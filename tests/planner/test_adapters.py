@@ -537,6 +537,22 @@ def test_a_plan_with_an_adapter_is_loaded_from_its_file(call: Call) -> None:
     assert code == 0 and "equal to the files" in out
 
 
+def test_an_export_writes_the_merged_weights(call: Call, base: Path) -> None:
+    words = ("--model", "adapted:make", "--adapter", "adapter", "--merge")
+    code, _, err = call("export", "base", "out", *words)
+    assert (code, err) == (0, "")
+    model = Model()
+    plan(base, base.parent / "adapter", model).execute(model)
+    written = load_file(base.parent / "out" / "model.safetensors")
+    assert written.keys() == model.state_dict().keys()
+    assert all(torch.equal(tensor, written[name]) for name, tensor in model.state_dict().items())
+
+
+def test_an_export_does_not_leave_an_adapter_beside(call: Call) -> None:
+    code, _, err = call("export", "base", "out", "--model", "adapted:make", "--adapter", "adapter")
+    assert code == 2 and "--merge" in err
+
+
 @pytest.mark.parametrize(
     ("words", "why"),
     [

@@ -19,6 +19,7 @@ from modelquirks.quirks.recipe import (
     Dequantize,
     Interleave,
     Join,
+    Merge,
     Node,
     Opaque,
     Part,
@@ -158,7 +159,7 @@ def plain(node: Node, env: Mapping[str, int], stored: Stored) -> torch.Tensor:
         case Opaque(_, of):
             one, other = (plain(part, env, stored) for part in of)
             return (one + other) * 3
-        case Split() | View():
+        case Split() | View() | Merge():
             raise AssertionError
 
 

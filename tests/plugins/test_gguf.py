@@ -290,7 +290,7 @@ def test_a_region_is_that_of_the_whole(kind: tuple[int, Any], data: st.DataObjec
 
 
 def test_without_gguf_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(schemes_module, "find_spec", lambda name: None)
+    monkeypatch.setattr(schemes_module, "find_spec", {}.get)
     scheme = Blocks(2, TYPES[2])
     with pytest.raises(RecipeError, match=r"modelquirks\[gguf\]"):
         scheme.infer({"blocks": TensorType("U8", (2, 18))}, {})

@@ -68,6 +68,25 @@ def test_no_optimizer_is_loaded_and_the_grid_is_told() -> None:
     assert "'optimizer'" in found["not-loaded"]
 
 
+def test_the_file_of_one_rank_says_that_there_may_be_others() -> None:
+    path = DATA / "tp2_pp2" / "iter_0000010" / "mp_rank_00_000" / "model_optim_rng.pt"
+
+    manifest = open_manifest(path, registry)
+
+    assert manifest.container == "megatron"
+    assert "mp_rank_" in {one.code: one.message for one in manifest.findings}["one-of-several"]
+
+
+def test_files_of_a_distributed_optimizer_are_named(tmp_path: Path) -> None:
+    shutil.copytree(DATA / "plain", tmp_path / "run")
+    rank = tmp_path / "run" / "iter_0000010" / "mp_rank_00"
+    torch.save({"exp_avg": torch.ones(2)}, rank / "distrib_optim.pt")
+
+    found = {one.code: one.message for one in open_manifest(tmp_path / "run", registry).findings}
+
+    assert "'distrib_optim.pt'" in found["not-loaded"]
+
+
 def test_a_missing_rank_is_named_with_its_layers(tmp_path: Path) -> None:
     shutil.copytree(DATA / "tp2_pp2", tmp_path / "run")
     shutil.rmtree(tmp_path / "run" / "iter_0000010" / "mp_rank_01_001")

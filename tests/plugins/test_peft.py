@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 
 from modelquirks.planner import Dispatcher
 from modelquirks.planner.adapter.adapter import open_adapter
@@ -215,6 +216,37 @@ def test_weights_that_lie_the_other_way_round_are_merged(
     ).merge_and_unload()
 
     plan = Dispatcher().plan(tmp_path / "base", model=model, adapter=adapter, merge_adapter=True)
+
+    assert not differing(expected, plan.execute(model))
+
+
+class Convolutions(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide = torch.nn.Conv2d(3, 8, 3)
+        self.narrow = torch.nn.Conv2d(8, 6, 1)
+
+
+@pytest.mark.parametrize("dora", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_convolutions_are_merged(peft: Any, tmp_path: Path, dtype: torch.dtype, dora: bool) -> None:
+    torch.manual_seed(0)
+    base = Convolutions().to(dtype)
+    save_file(base.state_dict(), tmp_path / "model.safetensors")
+    config = peft.LoraConfig(r=2, target_modules=["wide", "narrow"], use_dora=dora)
+    adapter = randomised(peft.get_peft_model(base, config), tmp_path / "adapter")
+    expected = Convolutions().to(dtype)
+    expected.load_state_dict(load_file(tmp_path / "model.safetensors"))
+    expected = peft.PeftModel.from_pretrained(expected, adapter).merge_and_unload()
+    model = Convolutions().to(dtype)
+
+    plan = Dispatcher().plan(
+        tmp_path / "model.safetensors",
+        model=model,
+        adapter=adapter,
+        merge_adapter=True,
+        device_map=None,
+    )
 
     assert not differing(expected, plan.execute(model))
 

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from modelquirks.planner.checkpoint.open import open_manifest
+from modelquirks.planner.cli.command import main
 from modelquirks.plugins.testing import (
     Listing,
     ListingError,
@@ -195,3 +196,12 @@ def test_a_listing_that_is_none_is_refused(tmp_path: Path) -> None:
         path.write_text(text)
         with pytest.raises(ListingError, match=said):
             Listing.read(path)
+
+
+def test_inspect_writes_a_listing_that_the_kit_reads(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = next((DATA / "gptq").glob("*.safetensors"))
+    assert main(["inspect", str(file), "--listing", str(tmp_path / "listing.json")]) == 0
+    assert "safetensors" in capsys.readouterr().out
+    assert Listing.read(tmp_path / "listing.json") == Listing.of(open_manifest(file))

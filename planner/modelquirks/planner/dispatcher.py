@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     import torch
 
     from modelquirks.planner.export.exportreport import ExportReport
+    from modelquirks.planner.infer.inference import Inference
     from modelquirks.quirks.library import LibraryRules
 
 __all__ = ["Dispatcher", "OptionError"]
@@ -259,6 +260,21 @@ class Dispatcher:
         built = self.registry.model(model_config(manifest), manifest.root)
         return None if built is None else built[0]
 
+    def infer(
+        self, checkpoint: str | Path | Manifest, model: torch.nn.Module | Skeleton | Manifest
+    ) -> Inference:
+        """Return rules that could map *checkpoint* to *model*, by names and shapes; none is applied.
+
+        *model* may be another checkpoint of the same model. No quirk takes part.
+        """
+        from modelquirks.planner.infer.inference import infer
+        from modelquirks.planner.infer.sides import side_of, types_of
+
+        manifest = self.manifest(checkpoint)
+        wanted = model if isinstance(model, Manifest) else _described(model)
+        side = side_of(wanted)
+        return infer(types_of(manifest), side.tensors, side.ties)
+
     def manifest(
         self,
         checkpoint: str | Path | Manifest,
@@ -297,7 +313,7 @@ class Dispatcher:
             if len(adapter) != 1:
                 raise OptionError(
                     f"{len(adapter)} adapters: one at a time is planned with its base. Merge the "
-                    "first, save the result, and merge the next into that; or let PEFT join them "
+                    "first with export, and the next into that; or let PEFT join them "
                     "(add_weighted_adapter)"
                 )
             adapter = adapter[0]
@@ -339,7 +355,11 @@ class Dispatcher:
 
 
 def _skeleton(model: torch.nn.Module | Skeleton | None) -> Skeleton | None:
-    if model is None or isinstance(model, Skeleton):
+    return None if model is None else _described(model)
+
+
+def _described(model: torch.nn.Module | Skeleton) -> Skeleton:
+    if isinstance(model, Skeleton):
         return model
     from modelquirks.planner.model.from_module import skeleton_of
 

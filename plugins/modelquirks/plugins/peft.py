@@ -16,6 +16,7 @@ is ever used.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -54,7 +55,7 @@ class Lora(Scheme):
             made = made[::-1]
         if made != weight:
             raise RecipeError(f"the adapter is for {list(made)}, the weight is {list(weight)}")
-        if "magnitude" in parts and (size := _shape(parts, "magnitude")) != (b[0],):
+        if "magnitude" in parts and math.prod(size := _shape(parts, "magnitude")) != b[0]:
             raise RecipeError(f"the magnitudes are {list(size)}, of {b[0]} outputs")
         return parts["weight"]
 
@@ -71,7 +72,8 @@ class Lora(Scheme):
             "weight": region,
         }
         if "magnitude" in parts:
-            found["magnitude"] = (outputs,)
+            sizes = _shape(parts, "magnitude")  # [1, out, 1, 1] of a convolution
+            found["magnitude"] = tuple(outputs if size == b[0] else (0, size) for size in sizes)
             whole = (inputs, outputs) if settings.get("transposed") else (outputs, inputs)
             found["weight"] = (*whole, *others)
         return found
@@ -281,7 +283,7 @@ def _rescaled(
     outputs = summed.T if turned else summed
     if outputs.ndim > 2:
         outputs = outputs.flatten(1)
-    factor = magnitude / torch.linalg.norm(outputs, dim=1)
+    factor = magnitude.reshape(-1) / torch.linalg.norm(outputs, dim=1)
     made: torch.Tensor = (
         factor.view(-1, *[1] * (summed.ndim - 1)).transpose(0, int(turned)) * summed
     )

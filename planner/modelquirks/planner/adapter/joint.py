@@ -56,7 +56,10 @@ class AdapterFacts(NamedTuple):
         """Return what :meth:`to_json` wrote; None for None."""
         if data is None:
             return None
-        return cls(**{**data, "changes": tuple(Changed(**change) for change in data["changes"])})
+        changes = tuple(Changed(**change) for change in data["changes"])
+        return cls(**{name: value for name, value in data.items() if name != "changes"})._replace(
+            changes=changes
+        )
 
 
 @dataclass(frozen=True)

@@ -79,6 +79,7 @@ def find_weights(shard: str, value: Any) -> Weights:
         named = [pair for pair in named if not pair[0].startswith(tuple(f"{k}." for k in beside))]
         tensors = {name: item for name, item in named if isinstance(item, TensorRecord)}
     findings = [
+        *_about_megatron(shard, value),
         *_container_findings(shard, value, keys),
         *_about_several(shard, inner, beside),
         *_left_out(shard, named),
@@ -98,6 +99,8 @@ def _container(value: Any, keys: tuple[str, ...]) -> str:
         return "lightning"
     if isinstance(value, dict) and "ds_version" in value and keys[:1] == ("module",):
         return "deepspeed"
+    if _is_megatron(value) and keys:
+        return "megatron"
     return ".".join(keys)
 
 
@@ -221,6 +224,20 @@ def _container_findings(shard: str, value: Any, keys: tuple[str, ...]) -> Iterat
             f"under {path!r} are taken. For the others, save that part as a file of its own."
         )
         yield Finding("several-weights", "warning", text)
+
+
+def _is_megatron(value: Any) -> bool:
+    """Tell whether *value* is what one rank of Megatron-LM saves (its ``generate_state_dict``)."""
+    return isinstance(value, dict) and {"args", "checkpoint_version", "model"} <= value.keys()
+
+
+def _about_megatron(shard: str, value: Any) -> Iterator[Finding]:
+    if _is_megatron(value):
+        text = (
+            f"{shard!r} is what one rank of Megatron saved, and only this file is read: layers and "
+            "slices may be in those of other ranks. Give the folder that has all 'mp_rank_…'."
+        )
+        yield Finding("one-of-several", "warning", text)
 
 
 def _about_several(shard: str, inner: Any, optimizers: list[str]) -> Iterator[Finding]:

@@ -36,7 +36,7 @@ def adapter_of(args: argparse.Namespace, registry: Registry) -> Adapter | None:
     if len(args.adapter) > 1:
         raise CallError(
             f"--adapter is given {len(args.adapter)} times: one at a time is planned with its "
-            "base. Merge the first, save the result, and merge the next into that; or let PEFT "
+            "base. Merge the first with `export`, and the next into that; or let PEFT "
             "join them (add_weighted_adapter)"
         )
     if not args.adapter:

@@ -58,6 +58,7 @@ _COMMANDS = {
     "diff": _Entry("diff", "say what differs between two checkpoints, or two plans"),
     "execute": _Entry("execute", "load what a plan made earlier says"),
     "export": _Entry("export", "write a checkpoint anew, as sharded safetensors"),
+    "infer": _Entry("infer", "propose the rules that map a checkpoint's names to a model's"),
     "plugins": _Entry("plugins", "say which plugins there are and what they give"),
 }
 

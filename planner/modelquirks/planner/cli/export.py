@@ -6,6 +6,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from modelquirks.planner.checkpoint.open import open_manifest
+from modelquirks.planner.cli.adapter import adapter_of, add_adapter
 from modelquirks.planner.cli.command import CallError, Exit
 from modelquirks.planner.cli.loadbar import loading_shown
 from modelquirks.planner.cli.model import add_model, build
@@ -20,6 +21,8 @@ from modelquirks.planner.placement.memory import parse_size
 
 if TYPE_CHECKING:
     import argparse
+
+    from modelquirks.quirks.registry import Registry
 
 __all__ = ["add_arguments", "run"]
 
@@ -51,9 +54,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--all", action="store_true", help="list everything, however long")
     add_dtype(parser, "of floating-point weights (default: as stored)")
     add_model(parser)
+    add_adapter(parser)
     add_no_plugin(parser)
     add_opening(parser)
     add_naming(parser)
+
+
+def _adapter_options(args: argparse.Namespace, registry: Registry) -> dict[str, Any]:
+    """Return the adapter to merge; CallError for one that would stay beside the weights."""
+    adapter = adapter_of(args, registry)
+    if adapter is None:
+        return {}
+    if not args.merge:
+        raise CallError(
+            "an adapter stays in its folder, or is merged into what is written: --merge"
+        )
+    return {"adapter": adapter, "merge_adapter": True}
 
 
 def run(args: argparse.Namespace) -> Exit:
@@ -83,6 +99,7 @@ def run(args: argparse.Namespace) -> Exit:
                 overwrite=args.overwrite,
                 progress=listener,
                 **naming_options(args),
+                **_adapter_options(args, registry),
             )
     except ExportError as error:
         if args.json:

@@ -6,6 +6,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from modelquirks.planner.adapter.adapter import open_adapter
+from modelquirks.planner.adapter.beside import beside
 from modelquirks.planner.checkpoint.manifest import Manifest
 from modelquirks.planner.dispatcher import Dispatcher, OptionError
 from modelquirks.planner.dtypes import BITS, from_torch
@@ -90,6 +92,7 @@ def contents_of(
             **naming,
         )
         items = [*items_of(plan, skeleton_of(model))] if plan.ok else []
+        manifest = _with_adapter(manifest, plan)
     schemes = dispatcher.registry.schemes
     _refuse(plan, manifest, items, schemes)
     items, notes = _settled(items, plan, manifest, schemes)
@@ -106,8 +109,15 @@ def contents_of(
     )
 
 
+def _with_adapter(manifest: Manifest, plan: Plan) -> Manifest:
+    """Return what the items of *plan* are read from: with an adapter, both."""
+    if plan.adapter is None:
+        return manifest
+    return beside(manifest, open_adapter(plan.adapter.path).manifest)
+
+
 def _without_model(naming: Mapping[str, Any], *, dequantize: bool) -> None:
-    given = [name for name, value in naming.items() if value not in (None, (), [])]
+    given = [name for name, value in naming.items() if value not in (None, (), [], False)]
     if dequantize:
         given.append("dequantize")
     if given:

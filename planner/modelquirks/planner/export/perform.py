@@ -68,9 +68,10 @@ def export(
 
     Without *model* every tensor under the name that it is stored with; with one every tensor that
     the model wants, under its names there, by the recipes of a plan: *dequantize* and the arguments
-    *aliases*, *ties*, *quirks*, *no_quirks*, *allow_missing* and *min_coverage* are those of
-    ``Dispatcher.plan``. *dtype* None or ``auto`` leaves what is stored. *options* choose among the
-    states and weights of a training checkpoint. Tensors that are tied are stored once.
+    *aliases*, *ties*, *quirks*, *no_quirks*, *allow_missing*, *min_coverage*, *adapter* and
+    *merge_adapter* are those of ``Dispatcher.plan``. *dtype* None or ``auto`` leaves what is
+    stored. *options* choose among the states and weights of a training checkpoint. Tensors that
+    are tied are stored once.
 
     Each tensor is made in pieces, straight to its place in its file, within *memory* beside the
     interpreter. The folder has its name when all is written, safe on the disk and read back, or not

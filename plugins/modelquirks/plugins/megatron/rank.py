@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ __all__ = ["Grid", "Position", "Rank", "grid_of", "position_of", "read_rank"]
 
 _CHUNK = re.compile(r"model(\d*)")
 _MAX_DEPTH = 16
+_REST = ("optimizer", "optimizer_state_dict")
 _OURS = ("argparse.Namespace", "megatron.", "transformer_engine.", "_io.BytesIO")
 
 
@@ -50,7 +52,7 @@ class Rank:
     iteration: int | None = None
     chunks: tuple[Mapping[str, TensorRecord], ...] = ()
     rest: tuple[str, ...] = ()
-    """Keys of what is not the model: the optimizer…"""
+    """Keys and files of what is not the model: the optimizer…"""
     findings: tuple[Finding, ...] = ()
 
     def number(self, key: str) -> int | None:
@@ -79,9 +81,15 @@ def read_rank(root: Path, below: str, folder: RankFolder) -> Rank:
         args=_arguments(value.get("args")),
         iteration=iteration if type(iteration) is int else None,
         chunks=tuple(dict(_tensors(value[key])) for key in sorted(keys, key=lambda k: (len(k), k))),
-        rest=tuple(key for key in ("optimizer", "optimizer_state_dict") if value.get(key)),
+        rest=(*(key for key in _REST if value.get(key)), *_files_beside(root / shard)),
         findings=findings,
     )
+
+
+def _files_beside(path: Path) -> tuple[str, ...]:
+    """Return the files of the distributed optimizer, which has its own."""
+    names = sorted(os.listdir(path.parent))
+    return tuple(name for name in names if name.endswith(".pt") and name != path.name)
 
 
 def _arguments(value: Any) -> Mapping[str, Any]:

@@ -1,0 +1,106 @@
+"""Inference of quirks, over the classes of transformers whose checkpoints have other names.
+
+    python benchmarks/infer.py [--classes REGEX] [--drop 0.1 --seeds 1 2 3]
+
+Both sides are names, dtypes and shapes alone; no plugin takes part. The truth is what a plan with
+all plugins says. Printed are, of the classes that need renames only and of those that need
+conversions, how many mappings are recovered fully and right, how many are left open in part, how
+many have a wrong proposal; and of the tensors, how many are certain, and how many of these wrong.
+With ``--drop`` a share of the modules is taken away, independently on each side, so that much of
+what is left has no counterpart: what is certain must still be right.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from infer_listings import Listing, extracted
+from infer_score import Verdict, dropped, scored, state_of
+
+
+def main() -> int:
+    """Read the command line, run, print; 1 if anything certain is wrong."""
+    args = _arguments()
+    from zoo import _cache
+    from zoo_classes import class_names
+
+    zoo = args.zoo or _cache()
+    zoo.mkdir(parents=True, exist_ok=True)
+    names = [n for n in class_names(zoo / "classes.json") if re.search(args.classes, n)]
+    cache = args.cache or zoo / "infer"
+    listings = [x for x in extracted(names, zoo / "fresh", cache) if args.all or _differs(x)]
+    wrong = 0
+    for seed in args.seeds if args.drop else [0]:
+        if args.drop:
+            print(f"{args.drop:.0%} of modules dropped on each side, seed {seed}")
+        wrong += _run(listings, args.drop, seed)
+    return 1 if wrong else 0
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--classes", default="", help="regular expression; only classes it fits")
+    parser.add_argument("--drop", type=float, default=0.0, help="share of modules to drop")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1])
+    parser.add_argument("--all", action="store_true", help="classes of equal names, too")
+    parser.add_argument("--zoo", type=Path, help="cache folder of benchmarks/zoo.py")
+    parser.add_argument("--cache", type=Path, help="where listings are kept")
+    return parser.parse_args()
+
+
+def _differs(listing: Listing) -> bool:
+    from modelquirks.quirks.recipe import Source
+
+    return any(true and Source(name) not in true for name, true in listing.truth.items())
+
+
+def _run(listings: Iterable[Listing], share: float, seed: int) -> int:
+    """Score each listing, print the tables, and return how many tensors are certain and wrong."""
+    states: dict[str, Counter[str]] = {}
+    tensors: Counter[Verdict] = Counter()
+    seconds: list[float] = []
+    for listing in listings:
+        started = time.perf_counter()
+        verdicts = scored(dropped(listing, share, seed), listing.stored)
+        seconds.append(time.perf_counter() - started)
+        need, state = state_of(verdicts)
+        states.setdefault(need, Counter())[state] += 1
+        tensors.update(verdicts.values())
+        if state == "certain and wrong":
+            print(f"  certain and wrong in {listing.name}", file=sys.stderr)
+    for need, counts in sorted(states.items()):
+        total = counts.total()
+        told = ", ".join(f"{n} {state}" for state, n in counts.most_common())
+        print(f"classes, {need}: {total}: {told}; {counts['right'] / total:.1%} fully right")
+    for need in ("same", "renamed", "converted", "nothing"):
+        _print_tensors(need, {v: n for v, n in tensors.items() if v.need == need})
+    seconds.sort()
+    if seconds:
+        print(f"seconds a model: median {seconds[len(seconds) // 2]:.3f}, most {seconds[-1]:.2f}")
+    return sum(n for v, n in tensors.items() if v.tier == "certain" and not v.right)
+
+
+def _print_tensors(need: str, counts: dict[Verdict, int]) -> None:
+    total = sum(counts.values())
+    if not total:
+        return
+    tiers: Sequence[str] = ("certain", "likely", "open", "none")
+    told = [
+        f"{tier} {n:,}" + (f" ({bad:,} wrong)" if tier != "none" else "")
+        for tier in tiers
+        if (n := sum(c for v, c in counts.items() if v.tier == tier))
+        for bad in [sum(c for v, c in counts.items() if v.tier == tier and not v.right)]
+    ]
+    print(f"tensors, {need}: {total:,}: {', '.join(told)}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
