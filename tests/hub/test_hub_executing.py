@@ -252,6 +252,21 @@ def test_the_commands_take_a_repository(
     assert "'plan.json' is here, so revision means nothing" in capsys.readouterr().err
 
 
+def test_two_repositories_can_be_compared_and_plugins_asked_about_one(
+    hub: HubServer,
+    put: Put,
+    files: dict[str, bytes],
+    weights: Weights,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    put({"model.safetensors": weights(9, **{"a.weight": (8, 8)})}, name="org/other")
+    assert main(["diff", NAME, "hf://org/other@main"]) == 1
+    told = capsys.readouterr().out
+    assert f"{NAME}@" in told
+    assert "org/other@" in told
+    assert main(["plugins", "check", NAME]) == 0
+
+
 def test_a_model_of_transformers_is_built_from_the_config_and_loaded(
     hub: HubServer,
     put: Put,

@@ -105,6 +105,11 @@ class Plan:
     """Where execution finds the packing schemes; None: all installed plugins."""
 
     @property
+    def shown(self) -> str:
+        """What to call the checkpoint to people: its path, or the repository."""
+        return str(self.origin or self.path)
+
+    @property
     def all_findings(self) -> tuple[Finding, ...]:
         """Every finding, of every step."""
         checkpoint = tuple(Finding(**data) for data in self.checkpoint["findings"])

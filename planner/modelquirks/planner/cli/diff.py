@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from modelquirks.planner.checkpoint.open import open_manifest
 from modelquirks.planner.cli.command import CallError, Exit
 from modelquirks.planner.cli.plugins import add_no_plugin, load_registry
 from modelquirks.planner.cli.report import SCHEMA, add_html, say_left_out, write_json
@@ -16,6 +15,7 @@ from modelquirks.planner.cli.terminal import Cell, Column, Styled, Terminal, pro
 from modelquirks.planner.diff.compare import Difference, Group, compare
 from modelquirks.planner.diff.sides import Side, of_checkpoint, of_plan
 from modelquirks.planner.diff.wording import details, verdict
+from modelquirks.planner.opening import open_checkpoint
 from modelquirks.planner.plan import Plan
 from modelquirks.planner.writing import write_whole
 
@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> Exit:
 def _side(name: str, registry: Registry, *, a_plan: bool) -> Side:
     if a_plan:
         return of_plan(Plan.load(name))
-    manifest = open_manifest(name, lambda: registry)
+    manifest = open_checkpoint(name, lambda: registry)
     if not manifest.tensors:
         raise CallError(f"{name!r} holds no tensor that can be read: modelquirks inspect {name}")
     return of_checkpoint(manifest, registry)

@@ -10,8 +10,8 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from modelquirks.planner.checkpoint.open import open_manifest
 from modelquirks.planner.cli.command import CallError, Exit
+from modelquirks.planner.cli.hub import CHECKPOINT_HELP
 from modelquirks.planner.cli.opening import add_opening, opening_options
 from modelquirks.planner.cli.plugin_show import show_rules
 from modelquirks.planner.cli.report import SCHEMA, show_findings, write_json
@@ -20,6 +20,7 @@ from modelquirks.planner.finding import Finding, Severity, shown
 from modelquirks.planner.mapping.nearest import closest
 from modelquirks.planner.mapping.offers import Offers, find_offers
 from modelquirks.planner.mapping.uses import Rule, uses
+from modelquirks.planner.opening import open_checkpoint
 from modelquirks.planner.wording import counted, summary
 from modelquirks.quirks.claims import claims
 from modelquirks.quirks.family import show
@@ -71,9 +72,7 @@ class _Told(NamedTuple):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
-    parser.add_argument(
-        "checkpoint", metavar="CHECKPOINT", nargs="?", help="folder, weight file or index"
-    )
+    parser.add_argument("checkpoint", metavar="CHECKPOINT", nargs="?", help=CHECKPOINT_HELP)
     parser.add_argument(
         "--record", metavar="NAME", action="append", default=[], help="only this one (repeatable)"
     )
@@ -96,7 +95,7 @@ def run(args: argparse.Namespace, registry: Registry) -> Exit:
     if args.checkpoint is None:
         return _check_registry(args, registry)
     with progress("Reading headers"):
-        manifest = open_manifest(args.checkpoint, lambda: registry, opening_options(args))
+        manifest = open_checkpoint(args.checkpoint, lambda: registry, opening_options(args))
     return _check_checkpoint(args, registry, manifest)
 
 

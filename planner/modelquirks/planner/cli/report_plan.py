@@ -28,7 +28,7 @@ _TROUBLE = ("missing", "mismatched", "duplicate", "unexpected")
 
 def show_plan(out: Terminal, plan: Plan, *, everything: bool) -> None:
     """Write all of *plan* but the verdict."""
-    out.say(str(plan.origin or plan.path), style="bold")
+    out.say(plan.shown, style="bold")
     out.say(summary(plan.checkpoint), indent=2)
     if plan.model is not None:
         out.say(f"for {plan.model.source}, {counted(plan.model.tensors, 'tensor')}", indent=2)

@@ -56,7 +56,7 @@ def of_checkpoint(manifest: Manifest, registry: Registry) -> Side:
     checkpoint = manifest.to_json()
     sizes = manifest.total_bytes
     return Side(
-        title=str(manifest.path),
+        title=manifest.shown,
         kind="checkpoint",
         summary=summary(checkpoint),
         items={name: Item(t.shape, t.dtype) for name, t in manifest.tensors.items()},
@@ -88,12 +88,12 @@ def of_plan(plan: Plan) -> Side:
     model = None if plan.model is None else plan.model.source
     forecast = placement.prediction
     return Side(
-        title=str(plan.path),
+        title=plan.shown,
         kind="plan",
         summary=summary(plan.checkpoint) + (f", for {model}" if model else ", without a model"),
         items=items,
         facts={
-            "checkpoint": str(plan.path),
+            "checkpoint": plan.shown,
             "model": model or "none",
             "usable": "yes" if plan.ok else "no",
             "placed by": placement.solver,

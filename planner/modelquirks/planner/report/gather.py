@@ -54,7 +54,7 @@ def of_manifest(manifest: Manifest) -> Report:
     errors = [f.message for f in manifest.findings if f.severity == "error"]
     notes, left_out = _limited(_findings(manifest.findings))
     return Report(
-        title=str(manifest.path),
+        title=manifest.shown,
         summary=summary(checkpoint),
         verdict="Something is wrong with it" if errors else "Its headers show nothing wrong",
         is_ok=not errors,
@@ -75,7 +75,7 @@ def of_plan(plan: Plan, manifest: Manifest | None = None) -> Report:
     placement = plan.placement
     what = "can be used" if plan.model is not None else "shows nothing wrong so far"
     return Report(
-        title=str(plan.path),
+        title=plan.shown,
         summary=summary(plan.checkpoint),
         verdict=f"The plan {what}" if plan.ok else "The plan cannot be used",
         is_ok=plan.ok,
