@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import json
+import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -477,3 +479,37 @@ def test_parts_that_do_not_fit_are_refused_before_anything_is_read(
     types = {role: TensorType("F32", shape) for role, shape in shapes.items()}
     with pytest.raises(RecipeError, match=said):
         SCHEMES[scheme].infer(types, {"scaling": 1.0, "indices": "1,2"})
+
+
+def test_a_packed_base_is_made_plain_and_then_merged(tmp_path: Path) -> None:
+    """The change is put on what the base's own recipe gives."""
+    data, name = ADAPTERS.parent / "gptq", "b4a32"
+    stored = load_file(data / "v2.safetensors")
+    packed = {n: tensor for n, tensor in stored.items() if n.startswith(f"{name}.")}
+    (tmp_path / "base").mkdir()
+    save_file(packed, tmp_path / "base" / "model.safetensors")
+    shutil.copy(data / "v2.json", tmp_path / "base" / "config.json")
+    plain = load_file(data / "v2_plain.safetensors")[f"{name}.weight"]
+    a, b = torch.randn(2, 96), torch.randn(64, 2)
+    (tmp_path / "adapter").mkdir()
+    head = f"base_model.model.{name}"
+    save_file(
+        {f"{head}.lora_A.weight": a, f"{head}.lora_B.weight": b},
+        tmp_path / "adapter" / "adapter_model.safetensors",
+    )
+    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 1, "target_modules": [name]}
+    (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(config))
+    model = torch.nn.Module()
+    model.add_module(name, torch.nn.Linear(96, 64, bias=False, dtype=torch.float16))
+
+    plan = Dispatcher().plan(
+        tmp_path / "base",
+        model=model,
+        adapter=tmp_path / "adapter",
+        merge_adapter=True,
+        dequantize=True,
+        device_map=None,
+    )
+    plan.execute(model)
+
+    assert torch.equal(model.state_dict()[f"{name}.weight"], (plain + b @ a * 0.5).half())
