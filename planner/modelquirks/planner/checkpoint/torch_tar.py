@@ -12,10 +12,10 @@ from __future__ import annotations
 import hashlib
 import struct
 import tarfile
-from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from modelquirks.planner.checkpoint.file_kind import Look
+from modelquirks.planner.checkpoint.filepath import FilePath
 from modelquirks.planner.checkpoint.manifest import Shard
 from modelquirks.planner.checkpoint.pickle_machine import Global, PickleProblem
 from modelquirks.planner.checkpoint.pickle_names import STORAGE_MODULES, STORAGES
@@ -44,7 +44,7 @@ class _Stored(NamedTuple):
     end: int
 
 
-def read_tar(path: Path, *, shard: str, seen: Look) -> TorchContent:
+def read_tar(path: FilePath, *, shard: str, seen: Look) -> TorchContent:
     """Return what a tar file says. OSError if it cannot be read, PickleProblem if it is none."""
     with path.open("rb") as file:
         try:
