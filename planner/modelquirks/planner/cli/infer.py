@@ -13,12 +13,13 @@ from modelquirks.planner.cli.command import CallError, Exit
 from modelquirks.planner.cli.inspect import note_unreadable
 from modelquirks.planner.cli.model import TRANSFORMERS, build
 from modelquirks.planner.cli.plugins import add_no_plugin, load_registry
-from modelquirks.planner.cli.report import SCHEMA, counted, summary, write_json
+from modelquirks.planner.cli.report import SCHEMA, write_json
 from modelquirks.planner.cli.terminal import Terminal, note, progress
 from modelquirks.planner.infer.inference import Inference, infer
 from modelquirks.planner.infer.quirkfile import quirk_text, text_of_test
 from modelquirks.planner.infer.sides import Side, side_of, types_of
 from modelquirks.planner.mapping.conversions import rule_text
+from modelquirks.planner.wording import counted, summary
 from modelquirks.quirks.record import Alias
 
 if TYPE_CHECKING:
