@@ -21,7 +21,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from infer_listings import Listing, extracted
-from infer_score import Verdict, dropped, scored, state_of
+from infer_score import Verdict, dropped, need_of, scored, state_of
 
 
 def main() -> int:
@@ -57,9 +57,9 @@ def _arguments() -> argparse.Namespace:
 
 
 def _differs(listing: Listing) -> bool:
-    from modelquirks.quirks.recipe import Source
-
-    return any(true and Source(name) not in true for name, true in listing.truth.items())
+    partners = {name: group for group in listing.ties for name in group}
+    needs = (need_of((n, *partners.get(n, ())), true) for n, true in listing.truth.items())
+    return not {"renamed", "converted"}.isdisjoint(needs)
 
 
 def _run(listings: Iterable[Listing], share: float, seed: int) -> int:

@@ -2,7 +2,7 @@
 
 What belongs together is what a plan with all plugins says: the rules of transformers' bridge, with
 which every tensor of these models is loaded right (``python benchmarks/zoo.py``). Models are those
-of the zoo's cache; a class that is not there is made.
+of the zoo's cache, which `python benchmarks/zoo.py` makes.
 """
 
 from __future__ import annotations
@@ -57,10 +57,12 @@ def _node(data: Any) -> Node:
 
 
 def extracted(names: Sequence[str], zoo: Path, cache: Path) -> Iterator[Listing]:
-    """Yield the listing of each class, from *cache* or made by a plan with all plugins."""
+    """Yield the listing of each class in *zoo*, from *cache* or made by a plan with all plugins."""
     cache.mkdir(parents=True, exist_ok=True)
     for name in names:
         path = cache / f"{name}.json"
+        if not path.exists() and not (zoo / name / "about.json").exists():
+            continue
         if not path.exists():
             try:
                 path.write_text(json.dumps(_planned(name, zoo)))
@@ -71,16 +73,12 @@ def extracted(names: Sequence[str], zoo: Path, cache: Path) -> Iterator[Listing]
 
 
 def _planned(name: str, zoo: Path) -> dict[str, Any]:
-    from zoo_models import made
-
     from modelquirks.planner import Dispatcher
     from modelquirks.planner.checkpoint.open import open_manifest
     from modelquirks.planner.mapping.recipes import concrete
     from modelquirks.planner.model.from_module import skeleton_of
 
     folder = zoo / name
-    if not (folder / "about.json").exists():
-        made(name, folder)
     dispatcher = Dispatcher()
     manifest = open_manifest(folder / "checkpoint")
     model = dispatcher.model(manifest)

@@ -28,7 +28,7 @@ from modelquirks.quirks.recipe import (
     sources,
 )  # fmt: skip
 
-__all__ = ["Verdict", "dropped", "scored", "state_of"]
+__all__ = ["Verdict", "dropped", "need_of", "scored", "state_of"]
 
 
 class Verdict(NamedTuple):
@@ -49,19 +49,29 @@ def scored(listing: Listing, full: Mapping[str, TensorType]) -> dict[str, Verdic
     verdicts: dict[str, Verdict] = {}
     for name in listing.model:
         true = listing.truth[name]
-        served = next((n for n in (name, *partners.get(name, ())) if n in got), None)
+        group = name, *partners.get(name, ())
+        served = next((n for n in group if n in got), None)
+        need = need_of(group, true)
         if served is None:
-            verdicts[name] = Verdict(_need(name, true), "none", False)
+            verdicts[name] = Verdict(need, "none", False)
             continue
         node, tier = got[served]
-        right = any(_equal(node, one, full) for one in true)
-        verdicts[name] = Verdict(_need(name, true), tier, right)
+        verdicts[name] = Verdict(need, tier, any(_equal(node, one, full) for one in true))
     return verdicts
 
 
-def _need(name: str, true: Sequence[Node]) -> str:
+def need_of(group: Sequence[str], true: Sequence[Node]) -> str:
+    """Return what a tensor needs that has the names of *group*."""
     names = [node.name for node in true if isinstance(node, Source)]
-    return "same" if name in names else "renamed" if names else "converted" if true else "nothing"
+    return (
+        "same"
+        if not {*group}.isdisjoint(names)
+        else "renamed"
+        if names
+        else "converted"
+        if true
+        else "nothing"
+    )
 
 
 def state_of(verdicts: Mapping[str, Verdict]) -> tuple[str, str]:

@@ -43,7 +43,8 @@ class Left:
     @property
     def tier(self) -> Tier:
         """That of the least sure of the rules."""
-        return least("certain", *("likely" if r.covers else r.tier for r in self.rules))
+        tiers: list[Tier] = ["likely" if rule.covers else rule.tier for rule in self.rules]
+        return least("certain", *tiers)
 
     @property
     def why(self) -> str:

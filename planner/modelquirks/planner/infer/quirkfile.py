@@ -72,9 +72,9 @@ def quirk_text(found: Inference, config: Mapping[str, Any], name: str) -> str:
         f"    role={record.role!r},",
         f"    match={_call(record.match)},",
     ]
-    for field, kind in (("aliases", Alias), ("conversions", Convert)):
-        sure = [rule for rule in found.rules if isinstance(rule.rule, kind)]
-        unsure = [rule for rule in found.open if isinstance(rule.rule, kind)]
+    for field, aliases in (("aliases", True), ("conversions", False)):
+        sure = [rule for rule in found.rules if isinstance(rule.rule, Alias) is aliases]
+        unsure = [rule for rule in found.open if isinstance(rule.rule, Alias) is aliases]
         if sure or unsure:
             lines += [f"    {field}=(", *_rule_lines(sure, unsure), "    ),"]
     lines += [

@@ -48,7 +48,7 @@ def rules_of(claims: Iterable[Claim], stored: Iterable[str] = ()) -> tuple[Rule,
     fixed = {name for name, c in plain.items() if name == c.target} | {*stored} - {*plain}
     aliases = _cover({name: c.target for name, c in renamed.items()}, fixed)
     rules = [
-        Rule(_named_alias(alias), least(*(renamed[n].tier for n in names)),
+        Rule(_named_alias(alias), _least(renamed[n] for n in names),
              tuple(renamed[n] for n in names))
         for alias, names in aliases
     ]  # fmt: skip
@@ -56,6 +56,11 @@ def rules_of(claims: Iterable[Claim], stored: Iterable[str] = ()) -> tuple[Rule,
     chosen = [alias for alias, _ in aliases]
     rules += [Rule(_convert(c, chosen), c.tier, (c,)) for c in made]
     return tuple(rules)
+
+
+def _least(claims: Iterable[Claim]) -> Tier:
+    tiers: list[Tier] = [claim.tier for claim in claims]
+    return least(*tiers)
 
 
 def _cover(renamed: Mapping[str, str], fixed: Iterable[str]) -> list[tuple[Alias, tuple[str, ...]]]:
