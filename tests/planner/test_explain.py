@@ -123,11 +123,11 @@ def test_the_command_explains_a_checkpoint_and_a_change(
     assert main(["explain", str(mixtral), *names, *words, "--what-if", "0=9MiB", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert [name["device"] for name in told["names"]] == [0, "cpu"]
-    assert told["what_if"]["moved"]["model.layers.2"] == ["cpu", 0]
+    assert told["what_if"]["moved"]["model.layers.3"] == ["cpu", 0]
     assert main(["explain", str(mixtral), "model.layers.4", *words, "--what-if", "0=9MiB"]) == 0
     text = capsys.readouterr().out
     assert "on cpu: no room on 0; moved to 0 when it runs" in text
-    assert "from cpu to 0: model.layers.2-3" in text
+    assert "from cpu to 0: model.layers.3-4" in text
 
 
 @pytest.mark.parametrize(

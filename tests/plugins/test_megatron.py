@@ -238,7 +238,7 @@ def test_what_dist_checkpointing_wrote_loads_bit_for_bit(model_of: Make) -> None
             name = name.replace(f".{norm}.weight", f".{linear}.layer_norm_weight")
         truth[name] = tensor
 
-    plan = planned(DATA / "dist", model_of(truth))
+    plan = planned(DATA / "torch_dist", model_of(truth))
 
     assert plan.ok, plan.problems
     assert not plan.audit.unexpected

@@ -191,7 +191,7 @@ def save_dist(rank: int, out: Path) -> None:
     start(rank, 1, 29680, sizes)
     model = model_of(DENSE, sizes, True)
     fill(model)
-    folder = out / "dist" / "iter_0000010"
+    folder = out / "torch_dist" / "iter_0000010"
     folder.mkdir(parents=True, exist_ok=True)
     state = {
         "model": model.sharded_state_dict(),
