@@ -6,7 +6,7 @@ ranges over HTTP (``modelquirks.planner.hub``); nothing here knows of a network.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import BinaryIO, Literal, Protocol, Self, runtime_checkable
 
 __all__ = [
@@ -129,7 +129,10 @@ def announce_ranges(file: object, ranges: Iterable[tuple[int, int]]) -> None:
         file.expect_ranges([*ranges])
 
 
-def announce(folder: FilePath, files: Mapping[str, int | None]) -> None:
-    """Tell *folder*, if it is far away, which headers will be read, as in :class:`Distant`."""
+def announce(folder: FilePath, files: Callable[[], Mapping[str, int | None]]) -> None:
+    """Tell *folder*, if it is far away, which headers will be read, as in :class:`Distant`.
+
+    *files* is called only then: to foresee the headers of many tensors takes its time.
+    """
     if isinstance(folder, Distant):
-        folder.expect(files)
+        folder.expect(files())

@@ -56,7 +56,7 @@ def read_files(root: FilePath, names: Sequence[str], *, follow_links: bool = Fal
     *follow_links*: the user named the file, so that it may be a link out of the folder.
     """
     expected = format_of(names[0]) if len(names) > 1 else None
-    announce(root, dict.fromkeys(names))
+    announce(root, lambda: dict.fromkeys(names))
     headers = [_header(root, name, expected, follow_links=follow_links) for name in names]
     tensors, twice = _together(headers)
     findings = [*merged(headers), *about_content(tensors, headers)]
@@ -68,7 +68,7 @@ def read_files(root: FilePath, names: Sequence[str], *, follow_links: bool = Fal
 def read_indexed(folder: Folder, index: Index) -> Content:
     """Return the content of the files of an index, as far as they are in its folder."""
     present = [shard for shard in index.inside if folder.has(shard)]
-    announce(folder.root, _header_bytes(index, present))
+    announce(folder.root, lambda: _header_bytes(index, present))
     headers = [_header(folder.root, shard, index.format) for shard in present]
     findings = [*index.findings, *_about_format(index), *merged(headers)]
     findings += _about_missing(index, present, beside(folder, index))
