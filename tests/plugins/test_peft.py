@@ -102,6 +102,15 @@ def differing(expected: torch.nn.Module, found: torch.nn.Module) -> list[str]:
     return sorted((want.keys() | have.keys()) - alike)
 
 
+def merged_otherwise(base: Path, adapter: Path, peft: Any, transformers: Any) -> list[str]:
+    """Return the tensors that are others than PEFT merges, in fp32."""
+    start = loaded(base, transformers, torch.float32)
+    expected = peft.PeftModel.from_pretrained(start, adapter).merge_and_unload()
+    model = empty(base, transformers, torch.float32)
+    plan = Dispatcher().plan(base, model=model, adapter=adapter, merge_adapter=True)
+    return differing(expected, plan.execute(model))
+
+
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("name", MERGED)
 def test_merged_weights_are_those_of_merge_and_unload(
@@ -293,14 +302,7 @@ def test_experts_that_are_square_are_turned_as_the_model_says(
     names = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
     config = peft.LoraConfig(r=3, target_modules=["q_proj"], target_parameters=names)
     adapter = randomised(peft.get_peft_model(oss, config), tmp_path / "adapter")
-    expected = peft.PeftModel.from_pretrained(
-        loaded(tmp_path / "base", transformers, torch.float32), adapter
-    ).merge_and_unload()
-    model = empty(tmp_path / "base", transformers, torch.float32)
-
-    plan = Dispatcher().plan(tmp_path / "base", model=model, adapter=adapter, merge_adapter=True)
-
-    assert not differing(expected, plan.execute(model))
+    assert merged_otherwise(tmp_path / "base", adapter, peft, transformers) == []
 
 
 def test_a_head_with_a_bias_of_its_own_and_biases_of_lora_are_merged(
@@ -316,14 +318,7 @@ def test_a_head_with_a_bias_of_its_own_and_biases_of_lora_are_merged(
         task_type="SEQ_CLS", r=3, target_modules=["query", "value"], lora_bias=True
     )
     adapter = randomised(peft.get_peft_model(bert, config), tmp_path / "adapter")
-    expected = peft.PeftModel.from_pretrained(
-        loaded(tmp_path / "base", transformers, torch.float32), adapter
-    ).merge_and_unload()
-    model = empty(tmp_path / "base", transformers, torch.float32)
-
-    plan = Dispatcher().plan(tmp_path / "base", model=model, adapter=adapter, merge_adapter=True)
-
-    assert not differing(expected, plan.execute(model))
+    assert merged_otherwise(tmp_path / "base", adapter, peft, transformers) == []
 
 
 def test_an_embedding_retrained_alone_is_told_from_the_head_it_was_tied_to(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import errno
 import math
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from modelquirks.planner.batches import batches
 from modelquirks.planner.checkpoint.manifest import StoredTensor
 from modelquirks.planner.dtypes import BITS
 from modelquirks.planner.execution.evaluate import Types
@@ -109,7 +110,7 @@ def _fill(
         _check_space(store, made)
         found, n_written = dict(store.contents().tensors), 0
         weights = [_weight(key, i, evaluate) for key, i in _lacking(made, found).items()]
-        for batch in _files(weights):
+        for batch in batches(weights, _FILE_BYTES):
             new, size = store.write(batch)
             found |= new
             n_written += size
@@ -163,20 +164,6 @@ def _regions(item: LoadItem) -> Iterator[Region]:
     if item.is_opaque:  # made as a whole, and anew for every piece
         limit = max(limit, math.prod(item.shape[isinstance(item.node, Stack) :]))
     return row_major(item.shape, limit)
-
-
-def _files(weights: Iterable[Weight]) -> Iterator[Sequence[Weight]]:
-    """Yield the weights by the file that they share."""
-    batch: list[Weight] = []
-    n_bytes = 0
-    for weight in weights:
-        if batch and n_bytes + weight.nbytes > _FILE_BYTES:
-            yield batch
-            batch, n_bytes = [], 0
-        batch.append(weight)
-        n_bytes += weight.nbytes
-    if batch:
-        yield batch
 
 
 def _is_made(item: LoadItem, types: Types) -> bool:

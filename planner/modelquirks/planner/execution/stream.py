@@ -11,6 +11,7 @@ from typing import Literal, get_args
 
 import torch
 
+from modelquirks.planner.batches import batches
 from modelquirks.planner.execution.evaluate import EvaluationError, node_type
 from modelquirks.planner.execution.loading import in_order, load
 from modelquirks.planner.execution.loaditem import ExecutionError, LoadItem
@@ -91,7 +92,7 @@ class WeightStream:
         Raises :class:`~modelquirks.planner.execution.loaditem.ExecutionError` or a ``ReadError``
         that names the tensor if it cannot be made, or its file was written to meanwhile.
         """
-        for batch in _batches(self._items):
+        for batch in batches(self._items, _BATCH):
             reader = Reader(self._root, self._tensors)  # its mappings last as long as views of it
             made = self._made([item for item in batch if not self._is_view(item)])
             for item in batch:
@@ -229,16 +230,3 @@ def _called(
         for first in firsts
         if (names := [name for name in owners[first].names if name in chosen])
     }
-
-
-def _batches(items: Iterable[LoadItem]) -> Iterator[Sequence[LoadItem]]:
-    batch: list[LoadItem] = []
-    n_bytes = 0
-    for item in items:
-        if batch and n_bytes + item.nbytes > _BATCH:
-            yield batch
-            batch, n_bytes = [], 0
-        batch.append(item)
-        n_bytes += item.nbytes
-    if batch:
-        yield batch

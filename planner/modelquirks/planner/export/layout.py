@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+from modelquirks.planner.batches import batches
 from modelquirks.planner.checkpoint.manifest import StoredTensor
 from modelquirks.planner.execution.weightfile import Sized, head_of, widest_first
 
@@ -45,7 +46,7 @@ def lay_out(
     ``model.safetensors`` (for the *stem* ``model``), several ``model-00001-of-00003.safetensors``.
     Within a file the widest values come first, so that every tensor is aligned.
     """
-    groups = [*_shards(tensors, shard_bytes)]
+    groups = [*batches(tensors, shard_bytes)]
     names = [_name(stem, number, len(groups)) for number in range(1, len(groups) + 1)]
     return tuple(_file(name, group, metadata) for name, group in zip(names, groups, strict=True))
 
@@ -58,19 +59,6 @@ def index_of(files: Iterable[OutFile], metadata: Mapping[str, str]) -> bytes:
         "weight_map": {place.name: place.shard for place in places},
     }
     return f"{json.dumps(content, indent=2, sort_keys=True)}\n".encode()
-
-
-def _shards(tensors: Iterable[_Tensor], limit: int) -> Iterator[list[_Tensor]]:
-    shard: list[_Tensor] = []
-    held = 0
-    for tensor in tensors:
-        if shard and held + tensor.nbytes > limit:
-            yield shard
-            shard, held = [], 0
-        shard.append(tensor)
-        held += tensor.nbytes
-    if shard:
-        yield shard
 
 
 def _name(stem: str, number: int, count: int) -> str:
