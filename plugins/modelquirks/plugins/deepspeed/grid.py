@@ -60,6 +60,19 @@ class Grid:
         yield from self.layers
         yield from self.experts
 
+    def shares(self) -> Iterator[tuple[int, ModelState, OptimState]]:
+        """Yield data-parallel rank, facts of the model and file of each share of the optimizer.
+
+        Of those of which both are there.
+        """
+        for mp in range(self.mp):
+            facts = self.facts_of(mp)
+            if facts is None or facts.groups is None:
+                continue
+            for dp in range(self.dp):
+                if (optim := self.optims.get((dp, mp))) is not None:
+                    yield dp, facts, optim
+
     def facts_of(self, mp: int) -> ModelState | None:
         """Return the facts of a model-parallel rank, from the first file of it that has any."""
         there = sorted(place for place in self.models if place[1] == mp)

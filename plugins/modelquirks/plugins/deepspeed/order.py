@@ -21,14 +21,9 @@ Account = tuple[Mapping[str, Address], ...]
 
 def check_order(grid: Grid) -> Iterator[Finding]:
     """Yield the files whose account is another rank's, or no rank's."""
-    for mp in range(grid.mp):
-        facts = grid.facts_of(mp)
-        if facts is None or facts.groups is None:
-            continue
-        for dp in range(grid.dp):
-            optim = grid.optims.get((dp, mp))
-            if optim is not None and optim.slices is not None:
-                yield from _of_rank(grid, facts, optim, dp)
+    for dp, facts, optim in grid.shares():
+        if optim.slices is not None:
+            yield from _of_rank(grid, facts, optim, dp)
 
 
 def _of_rank(grid: Grid, facts: ModelState, optim: OptimState, dp: int) -> Iterator[Finding]:

@@ -20,14 +20,9 @@ __all__ = ["check_sizes"]
 
 def check_sizes(grid: Grid) -> Iterator[Finding]:
     """Yield the groups of each rank that have another length, and files with too few groups."""
-    for mp in range(grid.mp):
-        facts = grid.facts_of(mp)
-        if facts is None or facts.groups is None:
-            continue
-        for dp in range(grid.dp):
-            optim = grid.optims.get((dp, mp))
-            if optim is not None and optim.saved.readable:
-                yield from _of_rank(grid, facts, optim, dp)
+    for dp, facts, optim in grid.shares():
+        if optim.saved.readable:
+            yield from _of_rank(grid, facts, optim, dp)
 
 
 def _of_rank(grid: Grid, facts: ModelState, optim: OptimState, dp: int) -> Iterator[Finding]:
