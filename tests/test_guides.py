@@ -77,3 +77,13 @@ def test_the_quirk_of_the_guide_makes_its_checkpoint_load(folder: Path) -> None:
     whole = LlamaForCausalLM.from_pretrained(folder / "whole").state_dict()
     loaded = model.state_dict()
     assert [name for name, tensor in whole.items() if not tensor.equal(loaded[name])] == []
+
+
+def test_accelerate_alone_loads_what_the_picture_of_the_readme_says(folder: Path) -> None:
+    example = ROOT / "examples" / "with_accelerate.py"
+    run = [sys.executable, str(example), "wrapped"]
+    done = subprocess.run(run, cwd=folder, capture_output=True, text=True, check=True)
+    (said,) = done.stdout.splitlines()
+    picture = (ROOT / "docs" / "images" / "terminal.svg").read_text(encoding="utf-8")
+    assert said.endswith("9 of 39 tensors.")
+    assert said in re.sub("<[^>]*>", "", picture).replace("&#160;", " ")
