@@ -19,7 +19,7 @@ from modelquirks.planner.dtypes import to_torch
 from modelquirks.planner.execution.ahead import AHEAD_BYTES
 from modelquirks.planner.execution.copies import equal, settle
 from modelquirks.planner.execution.dispatching import DispatchOptions, hand_over, loose_modules
-from modelquirks.planner.execution.evaluate import EvaluationError, torch_shape
+from modelquirks.planner.execution.evaluate import torch_shape
 from modelquirks.planner.execution.executionreport import Clock, ExecutionReport, peak_memory
 from modelquirks.planner.execution.expert_forward import index_experts
 from modelquirks.planner.execution.experts import ExpertOffload, ExpertOptions
@@ -259,26 +259,7 @@ class _Job:
 
     def evaluate(self, item: LoadItem, region: Region | None = None) -> torch.Tensor:
         """Return an item, or a region of it, on the CPU as it will be in memory."""
-        return self._evaluate(item, self.reader, region=region)
-
-    def _evaluate(
-        self,
-        item: LoadItem,
-        reader: Reader,
-        *,
-        region: Region | None,
-        out: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        try:
-            return item.make(
-                read=reader.read,
-                types=reader.type_of,
-                schemes=self.schemes,
-                region=region,
-                out=out,
-            )
-        except EvaluationError as error:
-            raise ExecutionError(f"{item}: {error}") from error
+        return item.made(self.reader, self.schemes, region=region)
 
     def materialize(self, target: Target) -> None:
         """Have what stays on disk and must be computed in files of our own."""
@@ -320,7 +301,7 @@ class _Job:
     def _write(self, item: LoadItem, region: Region, out: torch.Tensor) -> None:
         """Write a region of an item to *out*; called from several threads."""
         try:
-            self._evaluate(item, self.passing, region=region, out=out)
+            item.made(self.passing, self.schemes, region=region, out=out)
         finally:
             self.passing.release()
 

@@ -4,18 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 
 from modelquirks.planner.dtypes import nbytes, to_torch
-from modelquirks.planner.execution.evaluate import Read, Types, evaluate
+from modelquirks.planner.execution.evaluate import EvaluationError, Read, Types, evaluate
 from modelquirks.planner.execution.reader import Region
 from modelquirks.planner.placement.memory import Device
 from modelquirks.quirks.family import show, template_of
 from modelquirks.quirks.recipe import Node, Opaque, Scheme, nodes
 
-__all__ = ["ExecutionError", "LoadItem"]
+__all__ = ["ExecutionError", "LoadItem", "Readable"]
+
+
+class Readable(Protocol):
+    """What gives stored tensors and their types by name."""
+
+    @property
+    def read(self) -> Read:
+        """Give a region of a stored tensor."""
+        ...
+
+    @property
+    def type_of(self) -> Types:
+        """Give dtype and shape of a stored tensor."""
+        ...
 
 
 class ExecutionError(RuntimeError):
@@ -83,6 +97,22 @@ class LoadItem:
             dtype=to_torch(self.dtype),
             out=out,
         )
+
+    def made(
+        self,
+        reader: Readable,
+        schemes: Mapping[str, Scheme],
+        *,
+        region: Region | None = None,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return what :meth:`make` does, from *reader*; :class:`ExecutionError` names the item."""
+        try:
+            return self.make(
+                read=reader.read, types=reader.type_of, schemes=schemes, region=region, out=out
+            )
+        except EvaluationError as error:
+            raise ExecutionError(f"{self}: {error}") from error
 
     def __str__(self) -> str:
         """Return the name with family and rule, as messages give it."""

@@ -12,7 +12,7 @@ from typing import Literal, get_args
 import torch
 
 from modelquirks.planner.batches import batches
-from modelquirks.planner.execution.evaluate import EvaluationError, node_type
+from modelquirks.planner.execution.evaluate import node_type
 from modelquirks.planner.execution.loading import in_order, load
 from modelquirks.planner.execution.loaditem import ExecutionError, LoadItem
 from modelquirks.planner.execution.loadoptions import LoadOptions
@@ -123,10 +123,7 @@ class WeightStream:
     def _viewed(self, item: LoadItem, reader: Reader) -> torch.Tensor:
         for name in needs(item):
             self._keeper.look(name)  # it has known the file since before the first tensor
-        try:
-            return item.make(read=reader.read, types=reader.type_of, schemes=self._schemes)
-        except EvaluationError as error:
-            raise ExecutionError(f"{item}: {error}") from error
+        return item.made(reader, self._schemes)
 
     def _made(self, items: Sequence[LoadItem]) -> dict[str, torch.Tensor]:
         if not items:
@@ -138,15 +135,7 @@ class WeightStream:
 
         def write(item: LoadItem, region: Region, out: torch.Tensor) -> None:
             try:
-                item.make(
-                    read=reader.read,
-                    types=reader.type_of,
-                    schemes=self._schemes,
-                    region=region,
-                    out=out,
-                )
-            except EvaluationError as error:
-                raise ExecutionError(f"{item}: {error}") from error
+                item.made(reader, self._schemes, region=region, out=out)
             finally:
                 reader.release()
 
