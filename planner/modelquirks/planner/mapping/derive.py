@@ -234,7 +234,7 @@ def _by_verdict(
 
     *usual* is that of names without one of their own in *verdicts*.
     """
-    if verdicts.keys().isdisjoint(names):
+    if not verdicts or verdicts.keys().isdisjoint(names):
         return {usual: names}
     found = [verdicts.get(name, usual) for name in names]
     if len({*map(id, found)}) == 1:  # mostly so, and verdicts are slow to compare
