@@ -241,9 +241,10 @@ class Plan:
         as long as the checkpoint is as it was; without it nothing is written anywhere.
         *expert_offload* and *expert_cache* (bytes, or ``"4GiB"``) say whether stacked experts that
         are offloaded are brought one by one, and how much of them is kept on the device that
-        computes; by default as planned, and a quarter of what is free there. *ahead_bytes* (1 GiB)
-        bounds what is computed of offloaded weights in the background before a forward pass comes
-        to it; 0 turns that off.
+        computes; by default as planned, and a quarter of what is free there. *ahead_bytes* (bytes,
+        or ``"256MiB"``) bounds what is computed of offloaded weights in the background, in CPU
+        memory, before a forward pass comes to it: by default what the plan leaves unused of that
+        memory, 1 GiB at most. 0 turns that off.
 
         What is kept in CPU memory as the file has it is a view of the mapped file; *copy* makes
         copies instead, for people who will overwrite the file in place. *load_memory* (256 MiB,

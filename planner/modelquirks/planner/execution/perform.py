@@ -17,6 +17,7 @@ from modelquirks.planner.checkpoint.manifest import Manifest
 from modelquirks.planner.checkpoint.open import CheckpointError
 from modelquirks.planner.digest.digest import Digest
 from modelquirks.planner.digest.planned import sealed
+from modelquirks.planner.execution.ahead import AHEAD_BYTES
 from modelquirks.planner.execution.execute import ExecutionReport, execute
 from modelquirks.planner.execution.loaditem import LoadItem
 from modelquirks.planner.execution.loadoptions import LoadOptions, Verify
@@ -31,6 +32,7 @@ from modelquirks.planner.model.from_module import skeleton_of
 from modelquirks.planner.model.skeleton import Skeleton
 from modelquirks.planner.opening import fetch_files, reopened
 from modelquirks.planner.placement.devicemap import expand
+from modelquirks.planner.placement.memory import Device, parse_size
 from modelquirks.planner.plan import Plan, PlanError
 from modelquirks.quirks.registry import Registry
 
@@ -75,6 +77,7 @@ def perform(
     if materialize and offload_folder is None:
         raise ValueError("materialize=True writes weights: say where, with offload_folder")
     options.setdefault("expert_offload", plan.options.expert_offload)
+    options["ahead_bytes"] = _ahead_bytes(plan, options.get("ahead_bytes"))
     if not plan.ok:
         raise PlanError(plan.refusal())
     if plan.model is None:
@@ -105,7 +108,7 @@ def perform(
             offload_buffers=plan.options.offload_buffers,
             dispatch=plan.options.dispatch,
             target=target,
-            room=_room(plan),
+            room=_room(plan, plan.placement.main_device),
             loading=loading,
             seal=seal,
             **options,
@@ -113,14 +116,22 @@ def perform(
     return replace(report, notes=(*told, *report.notes))
 
 
-def _room(plan: Plan) -> int | None:
-    """Return the bytes that the plan leaves unused on the main device, if it has a limit."""
-    main = plan.placement.main_device
-    memory = None if main is None else plan.placement.memory.get(main)
+def _room(plan: Plan, device: Device | None) -> int | None:
+    """Return the bytes that the plan leaves unused on *device*, if it has a limit."""
+    memory = None if device is None else plan.placement.memory.get(device)
     if memory is None or memory.capacity_bytes is None:
         return None
-    kept = [r.n_bytes for r in plan.placement.reserves if r.device in ("*", str(main))]
+    kept = [r.n_bytes for r in plan.placement.reserves if r.device in ("*", str(device))]
     return max(0, memory.capacity_bytes - memory.used_bytes - sum(kept))
+
+
+def _ahead_bytes(plan: Plan, asked: int | str | None) -> int:
+    """Return how much may be made ahead: what is asked for, else what the plan leaves unused."""
+    if asked is not None:
+        return parse_size(asked)
+    room = _room(plan, "cpu")
+    # With 0 even the page cache would not be filled ahead, which is nobody's memory.
+    return AHEAD_BYTES if room is None else max(1, min(AHEAD_BYTES, room))
 
 
 def _is_sharded(model: torch.nn.Module) -> bool:
