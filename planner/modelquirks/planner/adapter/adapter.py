@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from modelquirks.planner.adapter.config import AdapterConfig, config_of
+from modelquirks.planner.checkpoint.confined import confined
 from modelquirks.planner.checkpoint.json_text import JsonProblem, read_json
 from modelquirks.planner.checkpoint.manifest import Manifest
 from modelquirks.planner.checkpoint.open import CheckpointError, open_manifest
@@ -58,7 +59,8 @@ def open_adapter(path: str | Path, registry: Callable[[], Registry] | None = Non
     path = Path(path)
     folder = path if path.is_dir() else path.parent
     weights = _weights(path) if path.is_dir() else path
-    config = read_config(folder)
+    with confined(path):
+        config = read_config(folder)
     if config is None:
         raise CheckpointError(_no_adapter(path, folder))
     if isinstance(config, str):

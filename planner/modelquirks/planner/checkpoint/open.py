@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from modelquirks.planner.checkpoint.confined import confined
 from modelquirks.planner.checkpoint.file_kind import look
 from modelquirks.planner.checkpoint.filepath import FilePath
 from modelquirks.planner.checkpoint.folder import (
@@ -84,7 +85,7 @@ def open_manifest(
     if not str(path):
         raise CheckpointError("'' names no checkpoint; give a folder, a weight file or an index")
     path = Path(path)
-    with collector_paused():
+    with collector_paused(), confined(path):
         try:
             return _opened(path, registry, options)
         except OSError as error:
