@@ -10,6 +10,7 @@ which are limited, and nothing else.
 from __future__ import annotations
 
 import pickletools
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, BinaryIO, NamedTuple
 
@@ -60,6 +61,8 @@ class Opaque:
 
 
 _KEYS = (*_SIMPLE, Opaque)
+_MAX_BITS = 4096
+"""Of an integer: one of 4,300 digits cannot be written out."""
 
 
 class Loaded(NamedTuple):
@@ -82,12 +85,9 @@ def load(file: BinaryIO, *, rebuild: Rebuild, persistent: Callable[[Any], Any]) 
     machine = _Machine(rebuild, persistent)
     limited: Any = _Limited(file)  # genops needs no more of a file than read and readline
     try:
-        for count, (opcode, arg, _) in enumerate(pickletools.genops(limited)):
-            if count >= MAX_OPCODES:
-                raise PickleProblem(f"has a pickle of more than {MAX_OPCODES:,} steps")
-            if opcode.name == "STOP":
-                break
-            machine.step(opcode.name, arg)
+        with warnings.catch_warnings():  # of texts with backslashes, which say what they like
+            warnings.simplefilter("ignore", DeprecationWarning)
+            machine.run(limited)
         return Loaded(machine.stack.pop(), tuple(machine.globals))
     except (ValueError, IndexError, KeyError, TypeError, OverflowError, UnicodeError) as error:
         kind = type(error).__name__
@@ -123,11 +123,22 @@ class _Machine:
         self._memo: dict[int, Any] = {}
         self._rebuild = rebuild
         self._persistent = persistent
+        self._copied = 0
+
+    def run(self, file: Any) -> None:
+        """Do what a whole pickle says."""
+        for count, (opcode, arg, _) in enumerate(pickletools.genops(file)):
+            if count >= MAX_OPCODES:
+                raise PickleProblem(f"has a pickle of more than {MAX_OPCODES:,} steps")
+            if opcode.name == "STOP":
+                break
+            self.step(opcode.name, arg)
 
     def step(self, name: str, arg: Any) -> None:
         """Do what one opcode says."""
         if name in _PUSH_ARGUMENT:
-            self.stack.append(arg)
+            is_huge = type(arg) is int and arg.bit_length() > _MAX_BITS
+            self.stack.append(Opaque("a huge number") if is_huge else arg)
         elif name in _GET:
             self.stack.append(self._memo[arg])
         elif name in _PUT:
@@ -263,6 +274,10 @@ class _Machine:
     def _call(self, function: Any, args: Any) -> Any:
         known = self._rebuild.get(function) if isinstance(function, Global) else None
         if known is not None and isinstance(args, tuple):
+            # It can be called again and again with what is large, and may copy that each time.
+            self._copied += sum(len(a) for a in args if isinstance(a, list | tuple | dict | str))
+            if self._copied > MAX_OPCODES:
+                raise PickleProblem(f"has a pickle that copies more than {MAX_OPCODES:,} values")
             try:
                 return known(*args)
             except (TypeError, ValueError, RecursionError):

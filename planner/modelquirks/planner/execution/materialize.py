@@ -123,7 +123,8 @@ def _check_space(store: OffloadStore, made: Mapping[str, LoadItem]) -> None:
     if needed > free:
         raise ExecutionError(
             f"materializing needs {needed:,} bytes ({show_bytes(needed)}) in "
-            f"{str(store.folder)!r}, where {free:,} ({show_bytes(free)}) are free: nothing was written. {_WAY_OUT}"
+            f"{str(store.folder)!r}, where {free:,} ({show_bytes(free)}) are free: nothing was "
+            f"written. {_WAY_OUT}"
         )
 
 

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from modelquirks.planner.checkpoint import pickle_machine
 from modelquirks.planner.checkpoint.pickle_machine import Global, Opaque, PickleProblem
 from modelquirks.planner.checkpoint.pickle_names import about_names
+from modelquirks.planner.checkpoint.pickle_size import check_size
 from modelquirks.planner.dtypes import from_torch
 from modelquirks.planner.finding import Finding
 from modelquirks.quirks.recipe import Region
@@ -79,6 +80,7 @@ def read_metadata(path: Path, *, shard: str) -> Metadata:
     try:
         with path.open("rb") as file:
             loaded = pickle_machine.load(file, rebuild=_REBUILD, persistent=_nothing)
+        check_size(loaded.value)
         content = _state(loaded.value, "Metadata")
         stored, paths, storage = (
             _of_kind(content.get(key), dict, key)
