@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from modelquirks.planner.checkpoint import pickle_machine
+from modelquirks.planner.checkpoint.file_kind import look
 from modelquirks.planner.checkpoint.pickle_machine import Global, Opaque, PickleProblem
 from modelquirks.planner.checkpoint.pickle_names import about_names
 from modelquirks.planner.checkpoint.pickle_size import check_size
@@ -78,6 +79,9 @@ def read_metadata(path: Path, *, shard: str) -> Metadata:
     What is no metadata, or is damaged, is an error among the findings.
     """
     try:
+        seen = look(path)
+        if seen.kind in ("absent", "special", "unreadable"):
+            raise PickleProblem(f"cannot be read: {seen.trouble or 'it is no regular file'}")
         with path.open("rb") as file:
             loaded = pickle_machine.load(file, rebuild=_REBUILD, persistent=_nothing)
         check_size(loaded.value)
