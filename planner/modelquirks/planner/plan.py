@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from modelquirks.planner.adapter.joint import AdapterFacts
+from modelquirks.planner.checkpoint.index import leaves_folder
+from modelquirks.planner.checkpoint.json_text import JsonProblem, parse_json, read_json
 from modelquirks.planner.checkpoint.manifest import Shard
 from modelquirks.planner.checkpoint.openoptions import AS_USUAL, OpenOptions
 from modelquirks.planner.checkpoint.origin import HubOrigin
@@ -21,7 +23,6 @@ from modelquirks.planner.placement.placement import DeviceMemory, Inputs, Placem
 from modelquirks.planner.placement.workload import Reserve
 from modelquirks.planner.typed import misfits
 from modelquirks.planner.writing import write_whole
-from modelquirks.quirks.recipe import RecipeError
 
 if TYPE_CHECKING:
     import torch
@@ -202,12 +203,7 @@ class Plan:
 
         *checkpoint* is the folder or file to execute it on, if it is not where it was.
         """
-        try:
-            data = json.loads(Path(path).read_text(encoding="utf-8"))
-        except OSError as error:
-            raise PlanError(f"{str(path)!r} cannot be read: {error.strerror or error}") from error
-        except (ValueError, RecursionError) as error:
-            raise PlanError(f"{str(path)!r} cannot be read as a plan: {error}") from error
+        data = _data(Path(path))
         if (fault := _no_plan(data)) is not None:
             raise PlanError(f"{str(path)!r} {fault}; save one with `modelquirks plan … -o FILE`")
         try:
@@ -215,10 +211,10 @@ class Plan:
             faults = [
                 text for name, kind in _KINDS for text in misfits(getattr(plan, name), kind, name)
             ]
-            if faults:
+            if faults := faults or [*_outside(plan)]:
                 raise TypeError("; ".join(faults[:10]))
             return plan
-        except (KeyError, TypeError, ValueError, AttributeError, RecipeError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
             raise PlanError(f"{str(path)!r} is damaged: {error!r}") from error
 
     def execute(self, model: torch.nn.Module, **options: Any) -> torch.nn.Module:
@@ -317,6 +313,30 @@ _KINDS: tuple[tuple[str, Any], ...] = (
 def _listed(title: str, lines: Sequence[str]) -> str:
     more = [f"… and {len(lines) - 10} more"] if len(lines) > 10 else []
     return "\n- ".join((title, *lines[:10], *more))
+
+
+def _data(path: Path) -> Any:
+    """Return the JSON in the file *path*; PlanError if there is none, or a key of it is twice."""
+    found, raw = read_json(path)
+    if isinstance(found, JsonProblem):
+        raise PlanError(f"{str(path)!r} {found.text}")
+    twice: dict[str, bool] = {}
+    parse_json(raw.decode("utf-8-sig"), duplicates=twice)
+    if twice:
+        raise PlanError(f"{str(path)!r} has keys twice in one object: {shown(twice)}")
+    return found
+
+
+def _outside(plan: Plan) -> Iterator[str]:
+    """Yield the files of *plan* that are not below its folder, nor below that of its adapter."""
+    adapter = None if plan.adapter is None else Path(plan.adapter.path)
+    for shard in plan.shards:
+        why = leaves_folder(shard.name)
+        path = Path(shard.name)
+        if why == "is absolute" and adapter is not None and ".." not in path.parts:
+            why = "" if path.is_relative_to(adapter) or path.parent == adapter.parent else why
+        if why:
+            yield f"the file {shard.name!r:.80} {why}"
 
 
 def _no_plan(data: object) -> str | None:

@@ -69,6 +69,8 @@ def digest_of(path: Path, kind: Kind) -> str | None:
     Of a pickle it is that of all its bytes, if they are not too many to be read as one; of GGUF,
     whose header is as long as its tokenizer, that of the first 16 MiB.
     """
+    if kind in ("absent", "special", "unreadable"):  # opening a named pipe would wait for ever
+        return None
     if kind in ("zip", "legacy", "tar"):
         from modelquirks.planner.checkpoint.torch_zip import (
             read_torch,  # 10 ms that others do without

@@ -413,7 +413,7 @@ class _Job:
         if not result.ok:
             told = "verification failed: " + "; ".join(result.problems[:10])
             if self.computed is not None and self.computed.readers:
-                told += f". If that is so without materialize, delete '{self.computed.folder}'"
+                told += f". If that is so without materialize, delete {str(self.computed.folder)!r}"
             raise ExecutionError(told)
         return result
 

@@ -72,6 +72,6 @@ class PassingReader(Reader):
         except OSError as error:
             shard = self._stored(name).shard
             raise ReadError(
-                f"tensor {name!r}: '{shard}' cannot be read to the end: "
+                f"tensor {name!r}: {shard!r} cannot be read to the end: "
                 f"{os.strerror(error.errno or 0)}; was it truncated?"
             ) from error

@@ -151,7 +151,7 @@ class Reader:
         stored = self._stored(name)
         mapping = self._file(stored)
         if mapping.size() < len(mapping):
-            raise ReadError(f"tensor {name!r}: '{stored.shard}' was truncated while it was in use")
+            raise ReadError(f"tensor {name!r}: {stored.shard!r} was truncated while it was in use")
 
     def span(self, name: str) -> Span:
         """Return where the tensor is."""
@@ -212,7 +212,7 @@ class Reader:
     def _stored(self, name: str) -> StoredTensor:
         stored = self._tensors.get(name)
         if stored is None:
-            raise ReadError(f"tensor {name!r} is not in the checkpoint at '{self._root}'")
+            raise ReadError(f"tensor {name!r} is not in the checkpoint at {str(self._root)!r}")
         return stored
 
     def _file(self, stored: StoredTensor) -> mmap.mmap:
@@ -224,12 +224,12 @@ class Reader:
         size = min(len(file.mapping), file.mapping.size())
         if size < (stored.end or 0):
             raise ReadError(
-                f"tensor {stored.name!r} should end at byte {stored.end} of '{stored.shard}', "
+                f"tensor {stored.name!r} should end at byte {stored.end} of {stored.shard!r}, "
                 f"but the file has only {size}: it was truncated after the plan was made"
             )
         if file.is_rewritten():
             raise ReadError(
-                f"tensor {stored.name!r}: '{stored.shard}' was written to while it was in use; "
+                f"tensor {stored.name!r}: {stored.shard!r} was written to while it was in use; "
                 "save to another file, or load anew"
             )
         return file.mapping
@@ -259,21 +259,23 @@ def _mapped(root: Path, stored: StoredTensor) -> _File:
     relative = PurePosixPath(stored.shard)
     may_be_elsewhere = stored.name.startswith(MARK)
     if (relative.is_absolute() and not may_be_elsewhere) or ".." in relative.parts:
-        raise ReadError(f"tensor {stored.name!r}: file '{stored.shard}' is outside of '{root}'")
+        raise ReadError(
+            f"tensor {stored.name!r}: file {stored.shard!r} is outside of {str(root)!r}"
+        )
     path = str(root / relative)
     try:
         descriptor = os.open(path, _READ)
     except OSError as error:
-        raise ReadError(f"tensor {stored.name!r}: cannot open '{stored.shard}': {error}") from error
+        raise ReadError(f"tensor {stored.name!r}: cannot open {stored.shard!r}: {error}") from error
     try:
         status = os.fstat(descriptor)
         if not S_ISREG(status.st_mode) or not status.st_size:
             what = "is empty" if S_ISREG(status.st_mode) else "is not a file"
-            raise ReadError(f"tensor {stored.name!r}: '{stored.shard}' {what}")
+            raise ReadError(f"tensor {stored.name!r}: {stored.shard!r} {what}")
         identity = (status.st_dev, status.st_ino)
         return _File(_mapping(descriptor), path, identity, status.st_mtime_ns)
     except OSError as error:
-        raise ReadError(f"tensor {stored.name!r}: cannot map '{stored.shard}': {error}") from error
+        raise ReadError(f"tensor {stored.name!r}: cannot map {stored.shard!r}: {error}") from error
     finally:
         os.close(descriptor)
 
@@ -304,13 +306,13 @@ def _form(stored: StoredTensor) -> _Form:
     """Return the form, checked against the byte range."""
     if stored.dtype is None or stored.shape is None or stored.begin is None or stored.end is None:
         raise ReadError(
-            f"tensor {stored.name!r}: dtype, shape and place in '{stored.shard}' are not known; "
+            f"tensor {stored.name!r}: dtype, shape and place in {stored.shard!r} are not known; "
             "only the index was there when the plan was made"
         )
     try:
         dtype = to_torch(stored.dtype)
     except ValueError as error:
-        raise ReadError(f"tensor {stored.name!r} in '{stored.shard}': {error}") from error
+        raise ReadError(f"tensor {stored.name!r} in {stored.shard!r}: {error}") from error
     shape = stored.shape
     if stored.dtype == "F4":
         if not shape or shape[-1] % 2 or stored.stride is not None:
@@ -325,7 +327,7 @@ def _form(stored: StoredTensor) -> _Form:
     if needed > held or (stored.stride is None and needed != held):
         raise ReadError(
             f"tensor {stored.name!r}: {stored.dtype} {list(stored.shape)} takes {needed} bytes, "
-            f"'{stored.shard}' has {held} for it"
+            f"{stored.shard!r} has {held} for it"
         )
     aligned = stored.begin % dtype.itemsize == 0
     overlaps = any(n > 1 and step == 0 for n, step in zip(shape, strides, strict=True))

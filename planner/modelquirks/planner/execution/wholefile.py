@@ -111,7 +111,7 @@ def _lock(descriptor: int, folder: Path) -> None:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        text = f"another process writes to '{folder}': waiting until it is done"
+        text = f"another process writes to {str(folder)!r}: waiting until it is done"
         tell([Finding("materialize-waiting", "warning", text)])
         fcntl.flock(descriptor, fcntl.LOCK_EX)
 

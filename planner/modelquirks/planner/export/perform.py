@@ -33,7 +33,7 @@ from modelquirks.planner.export.outfolder import (
     filling,
 )
 from modelquirks.planner.export.readback import READING_BACK, faults
-from modelquirks.planner.export.sidefiles import SideFile, side_files
+from modelquirks.planner.export.sidefiles import SideFile, about_left_out, side_files
 from modelquirks.planner.export.writing import WRITING, Written, write_file
 from modelquirks.planner.finding import Finding
 from modelquirks.planner.placement.memory import parse_size, show_bytes
@@ -201,11 +201,14 @@ class _Job:
         )
 
     def about_files(self) -> list[Finding]:
-        """Say what was changed in the files beside the weights."""
+        """Say what was changed in the files beside the weights, and which were left out."""
         return [
-            Finding("config-adapted", "info", f"{side.name!r} follows the weights: {side.changes}")
-            for side in self.beside
-            if side.changes
+            *(
+                Finding("config-adapted", "info", f"{s.name!r} follows the weights: {s.changes}")
+                for s in self.beside
+                if s.changes
+            ),
+            *about_left_out(self.contents.manifest.root),
         ]
 
     def _make(self, item: LoadItem, region: Region) -> torch.Tensor:

@@ -59,6 +59,24 @@ class Remote:
     url: str
     direct: str = ""
     """Where the hub sent us for its bytes: another host, which gets no token."""
+    versions: dict[str, str] = field(default_factory=dict)
+    """What each server called this state of the file (its ETag), by scheme and host."""
+
+    def check(self, url: str, headers: Mapping[str, str]) -> None:
+        """Raise :class:`HubFailure` if the file has changed since a part of it was read.
+
+        Parts of two states would make a header that nobody wrote (RFC 9110, 14.4: ranges are put
+        together only if their strong validators agree).
+        """
+        tag = headers.get("etag", "")
+        if not tag or tag.startswith("W/"):
+            return
+        known = self.versions.setdefault("/".join(url.split("/")[:3]), tag)
+        if known != tag:
+            raise HubFailure(
+                f"the file {self.url!r} changed while it was read (ETag {known!r}, then {tag!r}); "
+                "try again"
+            )
 
 
 @dataclass(eq=False)
@@ -158,6 +176,7 @@ class Client:
             hf_raise_for_status(response)
             if response.history and not _same_host(str(response.url), remote.url):
                 remote.direct = str(response.url)
+            remote.check(str(response.url), response.headers)
             skip = got.expect(response.status_code, response.headers, remote.url)
             for chunk in response.iter_raw():
                 part, skip = chunk[skip:], max(0, skip - len(chunk))

@@ -18,7 +18,8 @@ from urllib.parse import quote
 from huggingface_hub import constants
 from huggingface_hub.file_download import repo_folder_name
 
-from modelquirks.planner.hub.client import Listed
+from modelquirks.planner.checkpoint.index import leaves_folder
+from modelquirks.planner.hub.client import COMMIT, Listed
 from modelquirks.planner.hub.spans import Spans
 
 __all__ = ["Ref", "Store", "cached_commit", "files_below", "snapshot_folder"]
@@ -108,11 +109,14 @@ def snapshot_folder(repository: str, commit: str) -> Path:
 
 def cached_commit(repository: str, revision: str) -> str | None:
     """Return the commit that a revision was when huggingface_hub last downloaded of it."""
+    if leaves_folder(revision):
+        return None
     path = Path(constants.HF_HUB_CACHE) / _folder_name(repository) / "refs" / revision
     try:
-        return path.read_text(encoding="ascii").strip() or None
+        commit = path.read_text(encoding="ascii").strip()
     except (OSError, ValueError):
         return None
+    return commit if COMMIT.fullmatch(commit) else None  # it becomes the name of a folder
 
 
 def files_below(folder: Path) -> Iterator[str]:
