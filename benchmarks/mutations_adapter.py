@@ -19,7 +19,7 @@ def _setting(copy: Copy, key: str, value: Any, *, unseen: bool = False) -> bool:
     if unseen:
         copy.may_be_unseen = True
     names = (place.name for place in copy.places())
-    return copy.tell(f"{key} of the adapter is {value!r}", key, repr(value), *names)
+    return copy.tell(f"{key} of the adapter is {value!r}", key, str(value), *names)
 
 
 @damage("adapter")

@@ -6,6 +6,7 @@ from typing import Any
 
 from mutations_copy import Copy
 from mutations_kinds import damage
+from zoo_models import slots
 
 
 def _changed(copy: Copy, key: str, *values: Any) -> bool:
@@ -16,10 +17,9 @@ def _changed(copy: Copy, key: str, *values: Any) -> bool:
     if not others:
         return False
     value = copy.chance.choice(others)
-    named = _names_of(copy)
     done = f"{key} is {value!r}, not {copy.config[key]!r}"
     copy.set_config(**{key: value})
-    return copy.tell(done, *named)
+    return copy.tell(done, *_names_of(copy))
 
 
 def _models(copy: Copy) -> bool:
@@ -27,8 +27,12 @@ def _models(copy: Copy) -> bool:
 
 
 def _names_of(copy: Copy) -> list[str]:
-    """Return every name of the model and of the files: which are concerned, the shapes decide."""
+    """Return every name of both models and of the files: shapes decide which are concerned."""
     names = [*copy.subject.truth.tensors]
+    try:
+        names += [name for name, _ in slots(copy.subject.build(copy.config))]
+    except Exception:  # the judge will meet it, too
+        pass
     return [*names, *(place.name for place in copy.places())]
 
 
@@ -73,9 +77,8 @@ def config_ties(copy: Copy) -> bool:
     tied = copy.config.get("tie_word_embeddings", True)
     if copy.config.get("model_type") in (None, "bert"):
         return False
-    named = _names_of(copy)
     copy.set_config(tie_word_embeddings=not tied)
-    return copy.tell(f"tie_word_embeddings is {not tied}", *named)
+    return copy.tell(f"tie_word_embeddings is {not tied}", *_names_of(copy))
 
 
 @damage("config")
@@ -83,9 +86,8 @@ def config_another_class(copy: Copy) -> bool:
     if copy.config.get("model_type") != "llama":
         return False
     kind, name = copy.chance.choice((("gemma", "GemmaForCausalLM"), ("gpt2", "GPT2LMHeadModel")))
-    named = _names_of(copy)
     copy.set_config(model_type=kind, architectures=[name])
-    return copy.tell(f"model_type is {kind!r}", *named)
+    return copy.tell(f"model_type is {kind!r}", *_names_of(copy))
 
 
 @damage("config")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from random import Random
@@ -55,6 +56,8 @@ class Copy:
 
     def _served(self, names: Iterable[str]) -> list[str]:
         """Return the model's names for what tensors of these stored names make."""
+        names = [name.removeprefix("base_model.model.") for name in names]
+        names = [re.sub(r"\.lora_\w+", "", name) for name in names]
         modules = {name.rpartition(".")[0] for name in names} - {""}
         found = [n for n in self.subject.truth.tensors if n.rpartition(".")[0] in modules]
         long = [n for n in self.subject.truth.tensors for name in names if name.startswith(n)]

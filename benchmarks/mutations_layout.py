@@ -58,7 +58,7 @@ def _entry(copy: Copy, done: str, **changes: Any) -> bool:
             return False
         entry[key] = value
     copy.files[file] = with_header(header, data)
-    return copy.tell(f"{done}: {name!r} in {file!r} now {entry}", name, file)
+    return copy.tell(f"{done}: {name!r} in {file!r} now {entry}", name, *_called(copy, file))
 
 
 # ---- headers
@@ -174,7 +174,7 @@ def header_ranges_exchanged(copy: Copy) -> bool:
     entry["data_offsets"], other["data_offsets"] = other["data_offsets"], entry["data_offsets"]
     copy.files[file] = with_header(header, data)
     copy.may_be_unseen = True
-    return copy.tell(f"{name!r} and another exchanged in the header of {file!r}", name, file)
+    return copy.tell(f"{name!r} and another exchanged in the header of {file!r}", name, *_called(copy, file))
 
 
 @damage("headers")
@@ -200,7 +200,7 @@ def header_key_twice(copy: Copy) -> bool:
     text = json.dumps(header)
     text = f"{text[:-1]}, {more[1:]}" if copy.chance.random() < 0.5 else f"{more[:-1]}, {text[1:]}"
     copy.files[file] = with_header(text, data)
-    return copy.tell(f"{name!r} twice in the header of {file!r}", name, file)
+    return copy.tell(f"{name!r} twice in the header of {file!r}", name, *_called(copy, file))
 
 
 @damage("headers")
@@ -222,7 +222,7 @@ def header_entry_gone(copy: Copy) -> bool:
     file, header, data, name, _ = found
     del header[name]
     copy.files[file] = with_header(header, data)
-    return copy.tell(f"{name!r} gone from the header of {file!r}", name, file)
+    return copy.tell(f"{name!r} gone from the header of {file!r}", name, *_called(copy, file))
 
 
 @damage("headers")
@@ -236,7 +236,7 @@ def header_no_json(copy: Copy) -> bool:
         (text[:at], text[:at] + "\0" + text[at:], "[]", "null", "", "{" * 5000, text + "x")
     )
     copy.files[file] = with_header(bad, data)
-    return copy.tell(f"no JSON in the header of {file!r}", file)
+    return copy.tell(f"no JSON in the header of {file!r}", *_called(copy, file))
 
 
 @damage("headers")
@@ -248,7 +248,7 @@ def header_length_lies(copy: Copy) -> bool:
     (length,) = struct.unpack("<Q", raw[:8])
     other = copy.chance.choice((0, 1, length - 8, length + 8, len(raw), 1 << 40, (1 << 64) - 1))
     copy.files[file] = struct.pack("<Q", other) + raw[8:]
-    return copy.tell(f"{file!r} says that its header has {other} bytes", file)
+    return copy.tell(f"{file!r} says that its header has {other} bytes", *_called(copy, file))
 
 
 # ---- whole files
@@ -316,7 +316,8 @@ def file_missing(copy: Copy) -> bool:
         return False
     inside = copy.tensors(file) if file in copy.flat else {}
     del copy.files[file]
-    return copy.tell(f"{file!r} is not there", *_called(copy, file), *inside)
+    left = () if copy.weights else ("holds no checkpoint",)
+    return copy.tell(f"{file!r} is not there", *_called(copy, file), *inside, *left)
 
 
 @damage("files")
