@@ -19,7 +19,7 @@ def _changed(copy: Copy, key: str, *values: Any) -> bool:
     value = copy.chance.choice(others)
     done = f"{key} is {value!r}, not {copy.config[key]!r}"
     copy.set_config(**{key: value})
-    return copy.tell(done, *_names_of(copy))
+    return copy.tell(done, key, *_names_of(copy))
 
 
 def _models(copy: Copy) -> bool:

@@ -104,7 +104,7 @@ def judged(
     """
     try:
         with _limited():
-            model = subject.build(copy.config)
+            model = _built(subject, copy)
             loaded = load(subject, folder, model, device)
             found = differences(loaded.model, subject.truth)
     except Refusal as refusal:
@@ -121,6 +121,15 @@ def judged(
     if copy.is_named_in(said):
         return Verdict("reported", said, differing)
     return Verdict("unseen" if copy.may_be_unseen else "SILENT", said, differing)
+
+
+def _built(subject: Subject, copy: Copy) -> nn.Module:
+    try:
+        return subject.build(copy.config)
+    except Exception as error:
+        if type(error).__module__.startswith("modelquirks."):
+            raise Refusal(f"no model can be built: {error}") from error
+        raise
 
 
 @contextmanager

@@ -326,7 +326,10 @@ def files_exchanged(copy: Copy) -> bool:
         return False
     one, other = copy.chance.sample(copy.weights, 2)
     copy.files[one], copy.files[other] = copy.files[other], copy.files[one]
-    return copy.tell(f"{one!r} and {other!r} exchanged", *_called(copy, one), *_called(copy, other))
+    inside = [name for file in (one, other) if file in copy.flat for name in copy.tensors(file)]
+    return copy.tell(
+        f"{one!r} and {other!r} exchanged", *_called(copy, one), *_called(copy, other), *inside
+    )
 
 
 @damage("files")

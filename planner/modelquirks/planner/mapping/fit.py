@@ -221,13 +221,13 @@ def leaf_types(node: Node, env: Env, types: Types) -> dict[str, TensorType]:
 
 def _alike(stack: Stack | Join, env: Env, types: Types) -> None:
     """Raise if two tensors of a stack that should be alike are not, naming the odd one."""
-    first = [types(name) for name in stored_names(stack.of, {**env, stack.over: 0})]
+    first = [(n, types(n)) for n in stored_names(stack.of, {**env, stack.over: 0})]
     for index in range(1, stack.count or 0):
         names = stored_names(stack.of, {**env, stack.over: index})
-        for name, expected in zip(names, first, strict=True):
+        for name, (like, expected) in zip(names, first, strict=True):
             if (found := types(name)) != expected:
                 raise RecipeError(
-                    f"{name!r} is {found}, but the first of its kind is {expected}: "
+                    f"{name!r} is {found}, but {like!r}, the first of its kind, is {expected}: "
                     "they cannot be stacked"
                 )
 
