@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import struct
+import tempfile
 import zipfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -70,9 +71,10 @@ def with_tensors(name: str, tensors: Mapping[str, torch.Tensor]) -> bytes:
     if name.endswith(".safetensors"):
         held = {key: tensor.contiguous() for key, tensor in tensors.items()}
         return save_safetensors(held, metadata={"format": "pt"})
-    buffer = io.BytesIO()
-    torch.save(dict(tensors), buffer)
-    return buffer.getvalue()
+    with tempfile.TemporaryDirectory() as folder:  # the name becomes part of the file
+        path = Path(folder) / name.rpartition("/")[2]
+        torch.save(dict(tensors), path)
+        return path.read_bytes()
 
 
 def as_torch(files: Mapping[str, bytes]) -> Files:

@@ -58,7 +58,7 @@ def _entry(copy: Copy, done: str, **changes: Any) -> bool:
             return False
         entry[key] = value
     copy.files[file] = with_header(header, data)
-    return copy.tell(f"{done}: {name!r} in {file!r} now {entry}", name, *_called(copy, file))
+    return copy.tell(f"{done}: {name!r} in {file!r} now {entry}", name, *called(file))
 
 
 # ---- headers
@@ -174,7 +174,7 @@ def header_ranges_exchanged(copy: Copy) -> bool:
     entry["data_offsets"], other["data_offsets"] = other["data_offsets"], entry["data_offsets"]
     copy.files[file] = with_header(header, data)
     copy.may_be_unseen = True
-    return copy.tell(f"{name!r} and another exchanged in the header of {file!r}", name, *_called(copy, file))
+    return copy.tell(f"{name!r} and another exchanged in the header of {file!r}", name, *called(file))
 
 
 @damage("headers")
@@ -200,7 +200,7 @@ def header_key_twice(copy: Copy) -> bool:
     text = json.dumps(header)
     text = f"{text[:-1]}, {more[1:]}" if copy.chance.random() < 0.5 else f"{more[:-1]}, {text[1:]}"
     copy.files[file] = with_header(text, data)
-    return copy.tell(f"{name!r} twice in the header of {file!r}", name, *_called(copy, file))
+    return copy.tell(f"{name!r} twice in the header of {file!r}", name, *called(file))
 
 
 @damage("headers")
@@ -222,7 +222,7 @@ def header_entry_gone(copy: Copy) -> bool:
     file, header, data, name, _ = found
     del header[name]
     copy.files[file] = with_header(header, data)
-    return copy.tell(f"{name!r} gone from the header of {file!r}", name, *_called(copy, file))
+    return copy.tell(f"{name!r} gone from the header of {file!r}", name, *called(file))
 
 
 @damage("headers")
@@ -236,7 +236,7 @@ def header_no_json(copy: Copy) -> bool:
         (text[:at], text[:at] + "\0" + text[at:], "[]", "null", "", "{" * 5000, text + "x")
     )
     copy.files[file] = with_header(bad, data)
-    return copy.tell(f"no JSON in the header of {file!r}", *_called(copy, file))
+    return copy.tell(f"no JSON in the header of {file!r}", *called(file))
 
 
 @damage("headers")
@@ -248,7 +248,7 @@ def header_length_lies(copy: Copy) -> bool:
     (length,) = struct.unpack("<Q", raw[:8])
     other = copy.chance.choice((0, 1, length - 8, length + 8, len(raw), 1 << 40, (1 << 64) - 1))
     copy.files[file] = struct.pack("<Q", other) + raw[8:]
-    return copy.tell(f"{file!r} says that its header has {other} bytes", *_called(copy, file))
+    return copy.tell(f"{file!r} says that its header has {other} bytes", *called(file))
 
 
 # ---- whole files
@@ -265,7 +265,7 @@ def file_cut(copy: Copy) -> bool:
     raw = copy.files[file]
     n = copy.chance.randrange(len(raw)) if copy.chance.random() < 0.7 else len(raw) - 1
     copy.files[file] = raw[: max(n, 0)]
-    return copy.tell(f"{file!r} cut from {len(raw)} to {n} bytes", *_called(copy, file))
+    return copy.tell(f"{file!r} cut from {len(raw)} to {n} bytes", *called(file))
 
 
 @damage("files")
@@ -274,7 +274,7 @@ def file_grown(copy: Copy) -> bool:
         return False
     n = copy.chance.choice((1, 8, 4096))
     copy.files[file] += copy.chance.choice((b"\0", b"\1", b"x")) * n
-    return copy.tell(f"{file!r} with {n} bytes more at its end", *_called(copy, file))
+    return copy.tell(f"{file!r} with {n} bytes more at its end", *called(file))
 
 
 @damage("files")
@@ -282,7 +282,7 @@ def file_emptied(copy: Copy) -> bool:
     if (file := _file(copy)) is None:
         return False
     copy.files[file] = b""
-    return copy.tell(f"{file!r} has no bytes", *_called(copy, file))
+    return copy.tell(f"{file!r} has no bytes", *called(file))
 
 
 @damage("files")
@@ -290,7 +290,7 @@ def file_zeroed(copy: Copy) -> bool:
     if (file := _file(copy)) is None:
         return False
     copy.files[file] = bytes(len(copy.files[file]))
-    return copy.tell(f"{file!r} has only zeros", *_called(copy, file))
+    return copy.tell(f"{file!r} has only zeros", *called(file))
 
 
 @damage("files")
@@ -307,7 +307,7 @@ def file_replaced_by_something_else(copy: Copy) -> bool:
             b"\x1f\x8b\x08" + bytes(50),
         )
     )
-    return copy.tell(f"{file!r} is {copy.files[file][:20]!r}", *_called(copy, file))
+    return copy.tell(f"{file!r} is {copy.files[file][:20]!r}", *called(file))
 
 
 @damage("files")
@@ -316,8 +316,10 @@ def file_missing(copy: Copy) -> bool:
         return False
     inside = copy.tensors(file) if file in copy.flat else {}
     del copy.files[file]
-    left = () if copy.weights else ("holds no checkpoint",)
-    return copy.tell(f"{file!r} is not there", *_called(copy, file), *inside, *left)
+    folder = copy.subject.path or ""
+    left = [name for name in copy.weights if name.startswith(folder)]
+    left = [] if left else ["holds no checkpoint"]
+    return copy.tell(f"{file!r} is not there", *called(file), *inside, *left)
 
 
 @damage("files")
@@ -328,7 +330,7 @@ def files_exchanged(copy: Copy) -> bool:
     copy.files[one], copy.files[other] = copy.files[other], copy.files[one]
     inside = [name for file in (one, other) if file in copy.flat for name in copy.tensors(file)]
     return copy.tell(
-        f"{one!r} and {other!r} exchanged", *_called(copy, one), *_called(copy, other), *inside
+        f"{one!r} and {other!r} exchanged", *called(one), *called(other), *inside
     )
 
 
@@ -338,7 +340,7 @@ def file_is_a_copy_of_another(copy: Copy) -> bool:
         return False
     one, other = copy.chance.sample(copy.weights, 2)
     copy.files[one] = copy.files[other]
-    return copy.tell(f"{one!r} has the bytes of {other!r}", *_called(copy, one))
+    return copy.tell(f"{one!r} has the bytes of {other!r}", *called(one))
 
 
 @damage("files")
@@ -373,7 +375,7 @@ def file_of_another_save(copy: Copy) -> bool:
     file = copy.chance.choice(both)
     copy.files[file] = copy.subject.other[file]
     copy.may_be_unseen = True
-    return copy.tell(f"{file!r} of another save of the same model", *_called(copy, file))
+    return copy.tell(f"{file!r} of another save of the same model", *called(file))
 
 
 @damage("files", unseen=True)
@@ -395,7 +397,8 @@ def data_zeroed(copy: Copy) -> bool:
     else:
         return False
     copy.may_be_unseen = True
-    return copy.tell(f"the values in {file!r} zeroed", *_called(copy, file))
+    names = copy.subject.truth.tensors  # a packing that keeps settings in values may say so
+    return copy.tell(f"the values in {file!r} zeroed", *called(file), *names)
 
 
 @damage("files")
@@ -415,6 +418,7 @@ def second_checkpoint_beside(copy: Copy) -> bool:
     return copy.tell(f"beside it: {sorted(new)}", *new)
 
 
-def _called(copy: Copy, file: str) -> tuple[str, ...]:
-    """Return what a report may call a file: with its folder, or without."""
-    return file, file.rpartition("/")[2]
+def called(file: str) -> tuple[str, ...]:
+    """Return what a report may call a file: with its folder, without, or by that of its rank."""
+    folder = file.rpartition("/")[0].rpartition("/")[2]
+    return file, file.rpartition("/")[2], folder if "rank" in folder else ""

@@ -7,6 +7,7 @@ import re
 from mutations_copy import Copy
 from mutations_files import is_zip, members_of, with_members
 from mutations_kinds import damage
+from mutations_layout import called
 
 _RANK = re.compile(r"(rank_?|__|mp_rank_)(\d+)")
 
@@ -31,7 +32,7 @@ def _two(copy: Copy) -> tuple[str, str] | None:
 
 
 def _short(*names: str) -> list[str]:
-    return [part for name in names for part in (name, name.rpartition("/")[2])]
+    return [part for name in names for part in called(name)]
 
 
 @damage("ranks")
@@ -128,7 +129,8 @@ def name_in_a_pickle_changed(copy: Copy) -> bool:
             new = f"{name[:-1]}Q"
             members[pickle] = members[pickle].replace(name.encode(), new.encode())
             copy.files[file] = with_members(members)
-            return copy.tell(f"{name!r} called {new!r} in {file!r}", name, new, *_short(file))
+            leaf = new.rpartition(".")[2]  # numbers in the name may be of a stage
+            return copy.tell(f"{name!r} called {new!r} in {file!r}", name, leaf, *_short(file))
     return False
 
 

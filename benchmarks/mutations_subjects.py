@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import json
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -164,6 +164,67 @@ def qwen_moe(name: str) -> Subject:
         "dtype": "bfloat16",
     }
     return _saved(name, "qwen3_moe", settings, ("10MB", "30KB"))
+
+
+def meta_llama(name: str) -> Subject:
+    """Return a Llama as Meta releases it: a file of torch.save for each of two ranks."""
+    settings = {"tie_word_embeddings": False, "num_hidden_layers": 2, "rms_norm_eps": 1e-5}
+
+    def ranks(model: Any) -> Files:
+        original = dict(_as_meta(model))
+        params = {"dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "norm_eps": 1e-5}
+        files = {"params.json": json.dumps(params).encode()}
+        for rank in range(2):
+            stem = f"consolidated.{rank:02d}"
+            files[f"{stem}.pth"] = with_tensors(f"{stem}.pth", {
+                key: tensor if dim is None else tensor.chunk(2, dim)[rank].clone()
+                for key, (tensor, dim) in original.items()
+            })  # fmt: skip
+        return files
+
+    model, again = (_model("llama", settings, seed) for seed in (1, 2))
+    config = model.config.to_dict()
+    return Subject(
+        name,
+        ranks(model),
+        _truth(model),
+        lambda _: _build({**config, "architectures": ["LlamaForCausalLM"]}),
+        other=ranks(again),
+    )
+
+
+META = {
+    "self_attn.q_proj": "attention.wq",
+    "self_attn.k_proj": "attention.wk",
+    "self_attn.v_proj": "attention.wv",
+    "self_attn.o_proj": "attention.wo",
+    "mlp.gate_proj": "feed_forward.w1",
+    "mlp.down_proj": "feed_forward.w2",
+    "mlp.up_proj": "feed_forward.w3",
+    "input_layernorm": "attention_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "model.embed_tokens": "tok_embeddings",
+    "lm_head": "output",
+    "model.": "",
+}
+
+
+def _as_meta(model: Any) -> Iterator[tuple[str, tuple[torch.Tensor, int | None]]]:
+    """Yield tensors by Meta's names, and the dimension that is cut over ranks.
+
+    The heads of q and k have neighbours in pairs, which ``convert_llama_weights_to_hf.py`` undoes.
+    """
+    for key, tensor in model.state_dict().items():
+        name = key
+        for old, new in META.items():
+            name = name.replace(old, new)
+        if "q_proj" in key or "k_proj" in key:
+            heads = 4 if "q_proj" in key else 2
+            rows, columns = tensor.shape
+            tensor = tensor.view(heads, 2, rows // heads // 2, columns).transpose(1, 2)
+            tensor = tensor.reshape(rows, columns)
+        cut = 1 if name.endswith(("wo.weight", "w2.weight")) or "tok_" in name else 0
+        yield name, (tensor, None if tensor.dim() == 1 else cut)
 
 
 def bert_old(name: str) -> Subject:
@@ -450,6 +511,7 @@ SUBJECTS: Mapping[str, Callable[[str], Subject]] = {
     "mixtral": mixtral,
     "qwen-moe": qwen_moe,
     "bert-old": bert_old,
+    "meta-llama": meta_llama,
     "gpt-oss-mxfp4": gpt_oss,
     "llama-fp8": fp8,
     "gptq": gptq,

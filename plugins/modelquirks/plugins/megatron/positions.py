@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 
+from modelquirks.planner.checkpoint.fingerprint import copies_among
 from modelquirks.planner.finding import Finding, shown
 from modelquirks.plugins.megatron.files import STATE
 from modelquirks.plugins.megatron.rank import Grid, Position, Rank
@@ -31,18 +32,10 @@ def folder_name(position: Position, grid: Grid) -> str:
 
 
 def about_copies(ranks: Iterable[Rank]) -> Iterator[Finding]:
-    """Yield an error for files that are one and the same: ranks differ in what they hold.
-
-    The directory of a zip file, which is part of the digest, has a checksum of every record.
-    """
-    places: dict[str, list[str]] = {}
-    for rank in ranks:
-        if (digest := rank.content.shard.digest) is not None and any(rank.chunks):
-            places.setdefault(digest, []).append(rank.content.shard.name)
-    for names in places.values():
-        if len(names) > 1:
-            text = f"{shown(names)} are one and the same file: ranks differ in what they hold."
-            yield Finding("rank-copied", "error", text)
+    """Yield an error for files that are one and the same: ranks differ in what they hold."""
+    for names in copies_among(rank.content.shard for rank in ranks if any(rank.chunks)):
+        text = f"{shown(names)} are one and the same file: ranks differ in what they hold."
+        yield Finding("rank-copied", "error", text)
 
 
 def about_positions(ranks: Mapping[Position, Rank], grid: Grid) -> Iterator[Finding]:
