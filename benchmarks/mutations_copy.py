@@ -58,10 +58,12 @@ class Copy:
         """Return the model's names for what tensors of these stored names make."""
         names = [name.removeprefix("base_model.model.") for name in names]
         names = [re.sub(r"\.lora_\w+", "", name) for name in names]
+        names += [name.replace("block_sparse_moe", "mlp") for name in names]
         modules = {name.rpartition(".")[0] for name in names} - {""}
         found = [n for n in self.subject.truth.tensors if n.rpartition(".")[0] in modules]
         long = [n for n in self.subject.truth.tensors for name in names if name.startswith(n)]
-        return [*dict.fromkeys((*found, *long))]
+        adapted = modules if self.subject.adapter else ()
+        return [*dict.fromkeys((*found, *long, *adapted))]
 
     # ---- files
 

@@ -19,7 +19,9 @@ def _index(copy: Copy) -> tuple[dict[str, Any], str] | None:
         return None
     if not isinstance(index, dict) or not isinstance(index.get("weight_map"), dict):
         return None
-    names = list(index["weight_map"])
+    names = [name for name, file in index["weight_map"].items() if isinstance(file, str)]
+    if len(names) < len(index["weight_map"]):
+        return None
     return (index, copy.chance.choice(names)) if names else None
 
 

@@ -339,8 +339,9 @@ def file_is_a_copy_of_another(copy: Copy) -> bool:
     if len(copy.weights) < 2:
         return False
     one, other = copy.chance.sample(copy.weights, 2)
+    inside = [name for file in (one, other) if file in copy.flat for name in copy.tensors(file)]
     copy.files[one] = copy.files[other]
-    return copy.tell(f"{one!r} has the bytes of {other!r}", *called(one))
+    return copy.tell(f"{one!r} has the bytes of {other!r}", *called(one), *inside)
 
 
 @damage("files")
@@ -419,6 +420,6 @@ def second_checkpoint_beside(copy: Copy) -> bool:
 
 
 def called(file: str) -> tuple[str, ...]:
-    """Return what a report may call a file: with its folder, without, or by that of its rank."""
+    """Return what a report may call a file: with its folder, without, or by what the folder stands for."""
     folder = file.rpartition("/")[0].rpartition("/")[2]
-    return file, file.rpartition("/")[2], folder if "rank" in folder else ""
+    return file, file.rpartition("/")[2], folder if "rank" in folder or "." in folder else ""

@@ -1,101 +1,116 @@
 """Dtypes that are not what the rest of the checkpoint or the model lets one expect.
 
 A header may say BF16 of values that are F16, and a tensor may have been stored anew in another
-dtype than its siblings. Both load without an error. The values tell; a header that differs does,
-too.
+dtype than its siblings. Both load without an error, with wrong values. Of that headers show no
+more than that a dtype is odd, so it is said.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
+from typing import NamedTuple
 
 from modelquirks.planner.checkpoint.manifest import MARK, Manifest
 from modelquirks.planner.dtypes import BITS, is_float
-from modelquirks.planner.finding import Finding, shown
+from modelquirks.planner.finding import Finding
 from modelquirks.planner.mapping.wholes import Account
 from modelquirks.quirks.family import Family
 
 __all__ = ["dtype_changes"]
 
 _HALVES = frozenset({"F16", "BF16"})
-_CAST = {
-    True: "neither holds all values of the other: they are rounded, and beyond 65,504 become "
-    "infinite in F16. If config.json or the model says the wrong dtype, change that",
-    False: "values are cast on loading",
-}
+_LISTED = 10
 
 
-def dtype_changes(
-    account: Account, manifest: Manifest, *, asked: str | None
-) -> Iterator[Finding]:
+class _Read(NamedTuple):
+    """Stored tensors that are read for a model tensor of another dtype."""
+
+    stored: str
+    planned: str
+    count: int
+    names: Iterable[str]
+
+
+def dtype_changes(account: Account, manifest: Manifest, *, asked: str | None) -> Iterator[Finding]:
     """Yield the families that are stored in several dtypes, and the casts that nobody *asked* for.
 
     Packed codes are no concern of this, nor what an adapter adds.
     """
-    yield from _uneven(manifest, account.used.names if manifest.uneven_types else ())
-    if asked is not None:
-        return
-    casts: dict[tuple[str, str], list[str]] = {}
-    for stored, planned, names in _loaded(account, manifest):
-        if stored is not None and stored != planned and _is_plain(stored) and _is_plain(planned):
-            casts.setdefault((stored, planned), []).extend(names)
-    for (stored, planned), names in casts.items():
-        both = {stored, planned} == _HALVES
-        text = (
-            f"{len(names)} tensors are stored as {stored}, and the model has {planned} there: "
-            f"{shown(names)}; {_CAST[both]}"
+    yield from _uneven(account, manifest)
+    casts: dict[tuple[str, str], tuple[int, list[str]]] = {}
+    for stored, planned, count, names in () if asked is not None else _reads(account, manifest):
+        n, first = casts.get((stored, planned), (0, []))
+        first += islice(names, _LISTED - len(first))
+        casts[stored, planned] = n + count, first
+    for (stored, planned), (n, first) in casts.items():
+        yield _cast(stored, planned, n, first)
+
+
+def _cast(stored: str, planned: str, count: int, names: Sequence[str]) -> Finding:
+    text = f"{_listed(map(repr, names), count)}: stored as {stored}, cast to {planned} as the model"
+    if {stored, planned} == _HALVES:
+        text += (
+            " has it. Neither holds all values of the other. If config.json or the model has the "
+            "wrong dtype, change that; if the header has, the values are wrong"
         )
-        yield Finding("dtype-cast", "warning" if both else "info", text)
+        return Finding("dtype-cast", "warning", text)
+    return Finding("dtype-cast", "info", f"{text} has it")
 
 
-def _loaded(
-    account: Account, manifest: Manifest
-) -> Iterator[tuple[str | None, str | None, Sequence[str]]]:
-    """Yield the dtype of what is read, that of what is made of it, and the stored names."""
+def _reads(account: Account, manifest: Manifest) -> Iterator[_Read]:
+    """Yield what is read in one float of 16 bits or more and wanted in another."""
     for whole in account.wholes:
         for part in whole.reads:
-            if part.type.dtype != whole.fit.type.dtype:
-                if _counts(part.type.dtype, packed=whole.fit.scheme is not None):
-                    yield part.type.dtype, whole.fit.type.dtype, [*part.names]
+            planned, packed = whole.fit.type.dtype, whole.fit.scheme is not None
+            if (told := _both(part.type.dtype, planned, packed=packed)) is not None:
+                count = len(part.family.names) if part.is_all else len(part.rows)
+                yield _Read(*told, count, part.names)
     for found in account.judged.values():
         for name in found.reads if found.fit.node is not None else ():
-            dtype = manifest.tensors[name].dtype
-            if name.startswith(MARK) or dtype == found.fit.type.dtype:
-                continue
-            if _counts(dtype, packed=found.fit.scheme is not None):
-                yield dtype, found.fit.type.dtype, [name]
+            stored, planned = manifest.tensors[name].dtype, found.fit.type.dtype
+            told = _both(stored, planned, packed=found.fit.scheme is not None)
+            if told is not None and not name.startswith(MARK):
+                yield _Read(*told, 1, [name])
 
 
-def _counts(stored: str | None, *, packed: bool) -> bool:
-    """Tell whether a cast says anything: scales of packed weights may well be F32."""
-    return not packed or stored in _HALVES
+def _both(stored: str | None, planned: str | None, *, packed: bool) -> tuple[str, str] | None:
+    """Return both dtypes if a cast says anything: scales of packed weights may well be F32."""
+    if stored is None or planned is None or stored == planned:
+        return None
+    if not (_is_plain(stored) and _is_plain(planned)) or (packed and stored not in _HALVES):
+        return None
+    return stored, planned
 
 
 def _is_plain(dtype: str | None) -> bool:
     return dtype is not None and is_float(dtype) and BITS[dtype] >= 16
 
 
-def _uneven(manifest: Manifest, used: Collection[str]) -> Iterator[Finding]:
+def _uneven(account: Account, manifest: Manifest) -> Iterator[Finding]:
     """Yield the tensors of another dtype than most of their family, as far as they are used."""
     odd: list[str] = []
     for template, types in manifest.uneven_types.items():
-        odd += _minority(manifest.families[template], types)
+        odd += _minority(manifest.families[template], [dtype for dtype, _ in types])
+    used = account.used.names if odd else set[str]()
     odd = [name for name in odd if name in used]
     if odd:
-        listed = [f"{name!r} ({manifest.tensors[name].dtype})" for name in odd[:10]]
-        more = f" … and {len(odd) - 10} more" if len(odd) > 10 else ""
+        each = (f"{name!r} ({manifest.tensors[name].dtype})" for name in odd[:_LISTED])
         text = (
-            f"{len(odd)} tensors have another dtype than most of their kind: {', '.join(listed)}"
-            f"{more}. If they were not trained so, their values were cut, or the header is wrong"
+            f"{_listed(each, len(odd))}: of another dtype than most of their kind. If they were "
+            "not trained so, their values were cut, or the header is wrong"
         )
         yield Finding("dtype-uneven", "warning", text)
 
 
-def _minority(family: Family, types: Sequence[tuple[str | None, object]]) -> list[str]:
-    dtypes = [dtype for dtype, _ in types]
+def _minority(family: Family, dtypes: Sequence[str | None]) -> list[str]:
     if len({*dtypes}) < 2 or not all(map(_is_plain, dtypes)):
         return []
-    (usual, _), *_ = Counter(dtypes).most_common(1)
+    ((usual, _),) = Counter(dtypes).most_common(1)
     return [name for name, dtype in zip(family.names, dtypes, strict=True) if dtype != usual]
 
+
+def _listed(names: Iterable[str], count: int) -> str:
+    text = ", ".join(names)
+    return f"{text} … and {count - _LISTED} more" if count > _LISTED else text
