@@ -44,7 +44,7 @@ def test_python_shown_imports_what_there_is() -> None:
 
 def test_every_option_named_is_one_of_the_commands() -> None:
     helps = ""
-    commands = ("inspect", "plan", "explain", "diff", "execute", "export", "infer")
+    commands = ("inspect", "plan", "explain", "diff", "execute", "export", "infer", "digest")
     for command in (*commands, "plugins list", "plugins new"):
         done = subprocess.run(
             [sys.executable, "-m", "modelquirks.planner", *command.split(), "--help"],

@@ -252,6 +252,17 @@ def test_the_commands_take_a_repository(
     assert "'plan.json' is here, so revision means nothing" in capsys.readouterr().err
 
 
+def test_a_repository_has_the_digest_of_its_files(
+    files: dict[str, bytes], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["digest", NAME, "-o", "digest.json"]) == 0
+    (tmp_path / "copy").mkdir()
+    for name, raw in files.items():
+        (tmp_path / "copy" / name).write_bytes(raw)
+    assert main(["digest", "copy", "--check", "digest.json"]) == 0
+    assert "All 6 tensors are as digest.json says" in capsys.readouterr().out
+
+
 def test_two_repositories_can_be_compared_and_plugins_asked_about_one(
     hub: HubServer,
     put: Put,

@@ -42,11 +42,11 @@ def test_one_layer_after_another_has_names_of_its_own(numbers: tuple[int, int]) 
         columns = columns_of(layer_header(number, "1.w", "layers.1.w"), n_bytes=4)
 
         assert columns is not None
-        assert columns.sizes == {
-            f"model.layers.{number}.1.w": 2,
-            f"model.layers.{number}.layers.1.w": 2,
+        assert columns.types == {
+            f"model.layers.{number}.1.w": (2, "U8", (2,)),
+            f"model.layers.{number}.layers.1.w": (2, "U8", (2,)),
         }
-        assert ([*columns.begins], columns.types[0]) == ([0, 2], (2, "U8", (2,)))
+        assert [*columns.begins] == [0, 2]
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,9 @@ def test_a_layer_unlike_the_last_is_read_by_itself(second: str, n_bytes: int) ->
     columns = columns_of(second, n_bytes=n_bytes)
 
     assert columns is not None
-    assert columns.sizes == {name: entry["shape"][0] for name, entry in json.loads(second).items()}
+    assert {name: size for name, (size, _, _) in columns.types.items()} == {
+        name: entry["shape"][0] for name, entry in json.loads(second).items()
+    }
 
 
 def test_a_layer_like_the_last_with_less_data_is_left_to_the_parser() -> None:

@@ -122,7 +122,8 @@ def test_the_outline_of_a_checkpoint_is_that_of_its_whole_tree(
     tensors = {
         n: StoredTensor(n, "f", "I8", (s,), 0, s) for n, s in zip(listed, sizes, strict=True)
     }
-    lazy = LazyTensors(tensors, sizes, frozenset(), (), lambda: tensors)
+    types = [(size, "I8", (size,)) for size in sizes]
+    lazy = LazyTensors(tensors, types, frozenset(), (), lambda: tensors)
     pieces = [from_renamed(Renamed(f, f.template)) for f in group(listed).values()]
     for held in (tensors, lazy):
         manifest = Manifest(Path(), Path(), "safetensors", held, (), {})

@@ -488,7 +488,7 @@ def test_the_fast_path_is_taken_for_what_the_library_writes() -> None:
     columns = compact_columns(header, header.decode(), data_bytes=len(raw) - 8 - length)
 
     assert columns is not None
-    assert len(columns.sizes) == 9
+    assert len(columns.types) == 9
 
 
 PIECES = (

@@ -243,3 +243,17 @@ def test_each_of_two_states_gives_its_own_weights(tag: str | None, truth: str) -
     plan.execute(model)
     stored = load_file(root / f"{truth}.safetensors")["emb.weight"]
     assert torch.equal(model.emb.weight, stored)
+
+
+def test_other_weights_beside_the_states_are_named(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(DATA / "zero3_fp32", folder, ignore=shutil.ignore_patterns("truth.*"))
+    clean = open_manifest(folder)
+    shutil.copyfile(DATA / "zero3_fp32" / "truth.safetensors", folder / "adapter_model.safetensors")
+
+    (found,) = [f for f in open_manifest(folder).findings if f not in clean.findings]
+
+    assert found.code == "rival-weights"
+    assert found.severity == "warning"
+    assert "Not taken: 'adapter_model.safetensors'" in found.message
+    assert "deepspeed checkpoint" in found.message

@@ -45,6 +45,7 @@ def load_checkpoint_and_dispatch(
     copy: bool = False,
     load_memory: int | str | None = None,
     verify: Verify = "samples",
+    digest: str | Path | None = None,
     weights: Weights | None = None,
     tag: str | None = None,
 ) -> torch.nn.Module:
@@ -59,7 +60,7 @@ def load_checkpoint_and_dispatch(
     *offload_folder*, *offload_state_dict* and *full_state_dict* are accepted and not needed:
     weights on disk stay in the checkpoint's own files, and every process reads what it loads.
     Nothing is written to *offload_folder*; ``Plan.execute`` does so with ``materialize=True``.
-    *copy*, *load_memory* and *verify* are those of ``Plan.load_into``.
+    *copy*, *load_memory*, *verify* and *digest* are those of ``Plan.load_into``.
     *broadcast_from_rank0* is refused. Packed weights become plain ones with *dequantize* only. A
     *dtype* holds with every device map, also with None. *expert_offload* and *expert_cache* are
     those of ``Plan.execute``, *weights* and *tag* those of ``Dispatcher.plan``.
@@ -103,6 +104,7 @@ def load_checkpoint_and_dispatch(
         copy=copy,
         load_memory=load_memory,
         verify=verify,
+        digest=digest,
     )
 
 

@@ -249,6 +249,9 @@ class Plan:
         copies instead, for people who will overwrite the file in place. *load_memory* (256 MiB,
         or for example ``"1GiB"``) is what making the tensors may take beside their own memory.
         *verify* compares ``"samples"`` of each tensor with the files, or ``"full"``: every byte.
+        With *digest* (a file that ``modelquirks digest`` wrote, or a
+        :class:`~modelquirks.planner.digest.digest.Digest`) every stored tensor that the plan reads
+        must have the bytes that it says, or nothing is loaded.
         *progress* hears of the bytes as they arrive
         (:class:`~modelquirks.planner.execution.progress.Progress`).
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
+from functools import cache
 from typing import Literal, get_args
 
 from modelquirks.quirks.pattern import Pattern, PatternError
@@ -282,17 +283,23 @@ def _lone_patterns(record: ModelQuirks) -> Iterator[str]:
 
 
 def _pattern(text: str) -> Pattern | None:
-    try:
-        return Pattern(text)
-    except PatternError:
-        return None
+    made = _tried(text)
+    return made if isinstance(made, Pattern) else None
 
 
 def _pattern_faults(text: str) -> Iterator[str]:
+    made = _tried(text)
+    if isinstance(made, str):
+        yield made
+
+
+@cache  # one pattern is in many rules
+def _tried(text: str) -> Pattern | str:
+    """Return the pattern, or what is wrong with it."""
     try:
-        Pattern(text)
+        return Pattern(text)
     except PatternError as error:
-        yield str(error)
+        return str(error)
 
 
 def alias_faults(alias: Alias) -> Iterator[str]:

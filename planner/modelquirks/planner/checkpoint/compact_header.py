@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 from modelquirks.planner.checkpoint.header_rules import DTYPES
 from modelquirks.planner.checkpoint.json_text import has_controls, parse_json
+from modelquirks.planner.checkpoint.lazy_tensors import StoredType
 
 __all__ = ["Columns", "compact_columns"]
 
@@ -39,10 +40,8 @@ _DECODER = json.JSONDecoder()
 class Columns(NamedTuple):
     """The entries of a header, by column."""
 
-    sizes: Mapping[str, int]
-    """Bytes of each tensor by its name."""
-    types: Sequence[tuple[int, str, tuple[int, ...]]]
-    """Bytes, dtype and shape."""
+    types: Mapping[str, StoredType]
+    """Bytes, dtype and shape of each tensor by its name."""
     begins: Sequence[int]
     """Counted from the start of the data."""
     metadata: dict[str, Any]
@@ -87,9 +86,9 @@ def _like_the_last(body: str, data_bytes: int) -> Columns | None:
         old, new = next((pair for pair in pairs if pair[0] != pair[1]), ("", ""))
         if not old or last.data_bytes != data_bytes or last.body.replace(old, new) != body:
             return None
-        names = "\n".join(last.columns.sizes).replace(old, new).split("\n")
-        sizes = dict(zip(names, last.columns.sizes.values(), strict=True))
-        return last.columns._replace(sizes=sizes) if len(sizes) == len(names) else None
+        names = "\n".join(last.columns.types).replace(old, new).split("\n")
+        types = dict(zip(names, last.columns.types.values(), strict=True))
+        return last.columns._replace(types=types) if len(types) == len(names) else None
     return None
 
 
@@ -113,21 +112,17 @@ def _columns(body: str, data_bytes: int) -> Columns | None:
         spans += pieces[3::_CUT]
     if None in kinds.values() or not names:
         return None
-    sizes = dict(zip(names, map(itemgetter(0), types), strict=True))
-    if len(sizes) != len(names) or "__metadata__" in sizes:
+    by_name = dict(zip(names, types, strict=True))
+    if len(by_name) != len(names) or "__metadata__" in by_name:
         return None
-    begins = _begins(";".join(spans), (*sizes.values(),), data_bytes)
-    return None if begins is None else Columns(sizes, types, begins, {})
+    begins = _begins(";".join(spans), (*map(itemgetter(0), types),), data_bytes)
+    return None if begins is None else Columns(by_name, begins, {})
 
 
-_Type = tuple[int, str, tuple[int, ...]]
-"""Bytes, dtype and shape."""
-
-
-class _Kinds(dict[str, _Type | None]):
+class _Kinds(dict[str, StoredType | None]):
     """Dtype and shape as they are written → what they mean, or None: needs a closer look."""
 
-    def __missing__(self, written: str) -> _Type | None:
+    def __missing__(self, written: str) -> StoredType | None:
         found = self[written] = _described(written)
         return found
 
@@ -163,7 +158,7 @@ def _split(text: str) -> tuple[dict[str, Any], str]:
 
 
 @lru_cache(maxsize=1024)
-def _described(written: str) -> _Type | None:
+def _described(written: str) -> StoredType | None:
     """Return bytes, dtype and shape of ``F32","shape":[2,3``; None: needs a closer look."""
     found = _KIND.fullmatch(written)
     if found is None or (dtype := found[1]) not in DTYPES:

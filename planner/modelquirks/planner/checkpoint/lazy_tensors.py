@@ -6,17 +6,18 @@ bytes; a tuple of seven values for each would cost more than all the rest.
 
 from __future__ import annotations
 
-from collections.abc import Callable, ItemsView, Iterable, Iterator, Mapping, Sequence, ValuesView
+from collections.abc import Callable, ItemsView, Iterator, Mapping, Sequence, ValuesView
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from operator import itemgetter
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from modelquirks.planner.checkpoint.manifest import StoredTensor
 
 __all__ = ["LazyTensors", "StoredType", "joined"]
 
-StoredType = tuple[Any, ...]
-"""Dtype and shape of a tensor, and maybe more in front of them."""
+StoredType = tuple[int, str, tuple[int, ...]]
+"""Bytes, dtype and shape of a tensor. Most tensors have one of a few, which are made once."""
 
 
 class LazyTensors(Mapping[str, "StoredTensor"]):
@@ -25,40 +26,38 @@ class LazyTensors(Mapping[str, "StoredTensor"]):
     def __init__(
         self,
         names: Mapping[str, object],
-        sizes: Mapping[str, int] | Sequence[int],
+        types: Mapping[str, StoredType] | Sequence[StoredType],
         shapes: frozenset[tuple[int, ...]],
         layout: tuple[str, ...],
         make: Callable[[], Mapping[str, StoredTensor]],
-        types: Callable[[], Iterable[StoredType]] | None = None,
     ) -> None:
         """Take what is known; all but *names* is in the order of *names*."""
         self._names = names
-        self._sizes = sizes
+        self._given = types
+        self.types = [*types.values()] if isinstance(types, Mapping) else types
+        """The type of each tensor, in order."""
         self.shapes = shapes
         """Every shape that occurs."""
         self.layout = layout
         """Equal for two of these only if all tensors of both are at the same places."""
         self._make = make
-        self._types = types
 
     @cached_property
-    def types(self) -> Sequence[StoredType]:
-        """The type of each tensor, in order."""
-        if self._types is not None:
-            return [*self._types()]
-        return [tensor[2:4] for tensor in self.made.values()]
+    def by_name(self) -> Mapping[str, StoredType]:
+        """The type of each tensor by its name."""
+        if isinstance(self._given, Mapping):
+            return self._given
+        return dict(zip(self._names, self.types, strict=True))
 
     @cached_property
     def sizes(self) -> Mapping[str, int]:
         """Bytes by name."""
-        if isinstance(self._sizes, Mapping):
-            return self._sizes
-        return dict(zip(self._names, self._sizes, strict=True))
+        return dict(zip(self._names, self.n_bytes, strict=True))
 
-    @property
-    def n_bytes(self) -> Iterable[int]:
+    @cached_property
+    def n_bytes(self) -> Sequence[int]:
         """Bytes of each tensor, in order."""
-        return self._sizes.values() if isinstance(self._sizes, Mapping) else self._sizes
+        return [*map(itemgetter(0), self.types)]
 
     @cached_property
     def made(self) -> Mapping[str, StoredTensor]:
@@ -93,8 +92,7 @@ class LazyTensors(Mapping[str, "StoredTensor"]):
 def joined(
     parts: Sequence[LazyTensors],
     names: Mapping[str, object],
-    n_bytes: Sequence[int],
-    types: Callable[[], Iterable[StoredType]],
+    types: Mapping[str, StoredType] | Sequence[StoredType],
 ) -> LazyTensors:
     """Return the tensors of several files as one mapping, in the order of *names*."""
 
@@ -106,4 +104,4 @@ def joined(
 
     shapes = frozenset[tuple[int, ...]]().union(*(part.shapes for part in parts))
     layout = tuple(sorted(line for part in parts for line in part.layout))
-    return LazyTensors(names, n_bytes, shapes, layout, made, types)
+    return LazyTensors(names, types, shapes, layout, made)

@@ -9,7 +9,7 @@ from itertools import compress
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from modelquirks.planner.checkpoint.lazy_tensors import LazyTensors, StoredType
+from modelquirks.planner.checkpoint.lazy_tensors import LazyTensors
 from modelquirks.planner.checkpoint.openoptions import AS_USUAL, OpenOptions
 from modelquirks.planner.checkpoint.origin import HubOrigin
 from modelquirks.planner.dtypes import nbytes
@@ -20,6 +20,9 @@ from modelquirks.quirks.recipe import Node, Source, sources
 __all__ = ["MARK", "Format", "Manifest", "Shard", "StoredTensor", "shared_groups"]
 
 Format = Literal["safetensors", "torch", "flax", "gguf", "unknown"]
+
+DtypeAndShape = tuple[str | None, tuple[int, ...] | None]
+"""Of a stored tensor; ``None``: the index alone does not tell."""
 
 MARK = "adapter:"
 """Before the names of the tensors of an adapter that is planned together with its base."""
@@ -178,17 +181,20 @@ class Manifest:
         return {numbered(raw): sizes for raw, sizes in found.items()}
 
     @cached_property
-    def even_types(self) -> Mapping[str, StoredType]:
+    def even_types(self) -> Mapping[str, DtypeAndShape]:
         """Dtype and shape of each tensor of a family, by template, where all have the same."""
-        found: dict[str, set[StoredType]] = {}
-        for raw, type_ in {*zip(self.templates, self._types, strict=True)}:
-            found.setdefault(raw, set()).add(type_[-2:])
+        found: dict[str, set[DtypeAndShape]] = {}
+        types = self._types
+        # Most are the same few objects, of which the number is quicker to compare than the content.
+        by_number = dict(zip(map(id, types), types, strict=True))
+        for raw, number in {*zip(self.templates, map(id, types), strict=True)}:
+            found.setdefault(raw, set()).add(by_number[number][-2:])
         return {numbered(raw): kinds.pop() for raw, kinds in found.items() if len(kinds) == 1}
 
     @cached_property
-    def uneven_types(self) -> Mapping[str, Sequence[StoredType]]:
+    def uneven_types(self) -> Mapping[str, Sequence[DtypeAndShape]]:
         """Dtype and shape of each member of the other families, in order, by template."""
-        found: dict[str, list[StoredType]] = {}
+        found: dict[str, list[DtypeAndShape]] = {}
         uneven = {raw for raw in {*self.templates} if numbered(raw) not in self.even_types}
         pairs = zip(self.templates, self._types, strict=True)
         for raw, type_ in compress(pairs, map(uneven.__contains__, self.templates)):
@@ -196,11 +202,11 @@ class Manifest:
         return {numbered(raw): types for raw, types in found.items()}
 
     @property
-    def _types(self) -> Iterable[StoredType]:
+    def _types(self) -> Sequence[Any]:
         """Dtype and shape, behind something else, of each tensor."""
         if isinstance(self.tensors, LazyTensors):
             return self.tensors.types
-        return (tensor[2:4] for tensor in self.tensors.values())
+        return [tensor[2:4] for tensor in self.tensors.values()]
 
     @property
     def _parts(self) -> Iterable[StoredTensor]:

@@ -111,7 +111,8 @@ def _opened(path: Path, registry: Callable[[], Registry] | None, options: OpenOp
     found, problems = _by_plugin(path, registry, options)
     if found is not None:
         root = path if path.is_dir() else path.parent
-        said = (*_about_plugins(problems), *_unheeded(options, found.chosen, found.format))
+        said = [*_about_plugins(problems), *_unheeded(options, found.chosen, found.format)]
+        said += _beside_opened(path, found) if path.is_dir() else ()
         manifest = _manifest(root, path, content_of(found), *said)
         return replace(manifest, options=replace(found.chosen, expect=None))
     return manifest_at(path, problems, options)
@@ -317,6 +318,17 @@ def _rivals(folder: Folder, chosen: Candidate, index: Index | None) -> Iterator[
     if "adapter_config.json" in folder.names and not _is_adapter(chosen.files[0]):
         text = "an adapter lies beside the base model ('adapter_config.json'); it is not applied."
         yield Finding("adapter-beside", "info", text)
+
+
+def _beside_opened(root: Path, opened: Opened) -> Iterator[Finding]:
+    """Name the weight files in the folder that are none of the checkpoint that a plugin opened."""
+    held = {*opened.without_weights, *(shard.name for shard in opened.shards)}
+    if others := [name for name in list_folder(root).weights if name not in held]:
+        text = (
+            f"the {opened.format} checkpoint in this folder was taken. Not taken: {shown(others)}; "
+            "give the path of the file that you mean."
+        )
+        yield Finding("rival-weights", "warning", text)
 
 
 def _about_count(names: Sequence[str]) -> Iterator[Finding]:

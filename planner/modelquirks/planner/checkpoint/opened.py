@@ -52,6 +52,8 @@ class Opened:
     the format has no such choice."""
     config: Mapping[str, Any] = field(default_factory=dict)
     """What the files say in the words of config.json, used where there is no such file."""
+    without_weights: tuple[str, ...] = ()
+    """Files of the format that look like weights by their names, and hold none of the model."""
 
 
 def content_of(opened: Opened) -> Content:

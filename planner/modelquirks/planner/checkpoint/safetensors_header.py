@@ -120,17 +120,16 @@ def _lazy(columns: Columns, shard: Shard, data_start: int) -> LazyTensors:
     """Return the tensors of a compact header, which are made when first asked for."""
 
     def made() -> dict[str, StoredTensor]:
-        names, types = columns.sizes, columns.types
         begins = [data_start + begin for begin in columns.begins]
-        ends = map(add, begins, columns.sizes.values())
-        dtypes, shapes = map(itemgetter(1), types), map(itemgetter(2), types)
+        sizes, dtypes, shapes = (map(itemgetter(n), types) for n in range(3))
+        ends = map(add, begins, sizes)
         tensors = stored_tensors(names, repeat(shard.name), dtypes, shapes, begins, ends)
         return dict(zip(names, tensors, strict=True))
 
-    shapes = frozenset(map(itemgetter(2), columns.types))
+    names, types = columns.types, columns.types.values()
+    shapes = frozenset(map(itemgetter(2), types))
     layout = (f"{shard.name}\0{shard.digest}",)
-    sizes = columns.sizes
-    return LazyTensors(sizes, sizes, shapes, layout, made, lambda: columns.types)
+    return LazyTensors(names, columns.types, shapes, layout, made)
 
 
 def _parse_by_entry(text: str, stored: Shard, seen: Look) -> Header:

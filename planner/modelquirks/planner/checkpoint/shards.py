@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import repeat
 from typing import Any
 
@@ -105,10 +104,11 @@ def _together(
     """Return the tensors of all files, and the files of those that are in several."""
     parts = [header.entries for header in headers if isinstance(header.entries, LazyTensors)]
     if len(parts) == len(headers):
-        sizes = {name: size for part in parts for name, size in part.sizes.items()}
-        if len(sizes) == sum(map(len, parts)):
-            types = partial(_types, [(part, part) for part in parts])
-            whole = joined(parts, sizes, [*sizes.values()], types)
+        types: dict[str, StoredType] = {}
+        for part in parts:
+            types.update(part.by_name)
+        if len(types) == sum(map(len, parts)):
+            whole = joined(parts, types, types)
             return whole if len(parts) > 1 else parts[0], {}
     tensors: dict[str, StoredTensor] = {}
     twice: dict[str, set[str]] = {}
@@ -255,24 +255,13 @@ def _whole(headers: Sequence[Header], index: Index) -> LazyTensors | None:
         return None
     if sum(map(len, found.values())) != len(index.weight_map):
         return None
-    n_bytes: list[int] = []
-    runs = [*runs_of(index.weight_map)]
+    types: list[StoredType] = []
     try:
-        for shard, names in runs:
-            n_bytes += map(found[shard].sizes.__getitem__, names)
+        for shard, names in runs_of(index.weight_map):
+            types += map(found[shard].by_name.__getitem__, names)
     except KeyError:
         return None
-    types = partial(_types, [(found[shard], names) for shard, names in runs])
-    return joined([*found.values()], index.weight_map, n_bytes, types)
-
-
-def _types(runs: Iterable[tuple[LazyTensors, Iterable[str]]]) -> Iterator[StoredType]:
-    """Yield the type of each tensor of *runs*: of names, and the file that they are in."""
-    known: dict[int, Mapping[str, StoredType]] = {}
-    for part, names in runs:
-        if id(part) not in known:
-            known[id(part)] = dict(zip(part, part.types, strict=True))
-        yield from map(known[id(part)].__getitem__, names)
+    return joined([*found.values()], index.weight_map, types)
 
 
 def _about_names(

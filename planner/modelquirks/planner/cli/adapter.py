@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 __all__ = ["adapter_of", "add_adapter"]
 
 
-def add_adapter(parser: argparse.ArgumentParser) -> None:
-    """Declare ``--adapter`` and ``--merge``."""
+def add_adapter(parser: argparse.ArgumentParser, *, merges: bool = True) -> None:
+    """Declare ``--adapter``, and of a command that *merges* also ``--merge``."""
     parser.add_argument(
         "--adapter",
         metavar="ADAPTER",
@@ -24,6 +24,9 @@ def add_adapter(parser: argparse.ArgumentParser) -> None:
         default=[],
         help="folder of a PEFT adapter, to be loaded together with its base, CHECKPOINT",
     )
+    if not merges:
+        parser.set_defaults(merge=False)
+        return
     parser.add_argument(
         "--merge",
         action="store_true",

@@ -57,6 +57,7 @@ _COMMANDS = {
     "explain": _Entry("explain", "say why something is where it is, and what would change it"),
     "diff": _Entry("diff", "say what differs between two checkpoints, or two plans"),
     "execute": _Entry("execute", "load what a plan made earlier says"),
+    "digest": _Entry("digest", "say what every tensor is by its SHA-256, or check that it is so"),
     "export": _Entry("export", "write a checkpoint anew, as sharded safetensors"),
     "infer": _Entry("infer", "propose the rules that map a checkpoint's names to a model's"),
     "plugins": _Entry("plugins", "say which plugins there are and what they give"),

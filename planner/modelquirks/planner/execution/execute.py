@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from modelquirks.planner.checkpoint.manifest import StoredTensor
+from modelquirks.planner.digest.seal import Seal
 from modelquirks.planner.dtypes import to_torch
 from modelquirks.planner.execution.ahead import AHEAD_BYTES
 from modelquirks.planner.execution.copies import equal, settle
@@ -80,6 +81,7 @@ def execute(
     expert_offload: bool = True,
     expert_cache: int | str | None = None,
     room: int | None = None,
+    seal: Seal | None = None,
 ) -> ExecutionReport:
     """Load *items* from the checkpoint at *root* into *model* and dispatch it with accelerate.
 
@@ -89,7 +91,8 @@ def execute(
     holds groups of names of which several are stored: they are tied if their bits are equal.
     With ``device_map=None`` tensors go where those of the model are, or to the CPU, and nothing
     is dispatched; ``dispatch=False`` places them by their own device only. The other arguments
-    are those of ``accelerate.dispatch_model``. *loading* says how tensors are made and verified.
+    are those of ``accelerate.dispatch_model``. *loading* says how tensors are made and verified,
+    and with *seal* the files must be at the end what they were when that was made.
 
     At most *ahead_bytes* of computed weights are made in the background before a forward pass
     comes to them; with 0 nothing is done ahead. With *expert_offload* stacked experts that are
@@ -128,7 +131,7 @@ def execute(
             job.dispatch(job.route, device_map, made, by_expert)
         clock.lap("dispatch")
         bytes_read = job.bytes_read
-        verification = job.verify()
+        verification = job.verify(seal)
     except BaseException:
         snapshot.restore()
         raise
@@ -391,8 +394,8 @@ class _Job:
             ahead_bytes=self.options.ahead_bytes,
         )
 
-    def verify(self) -> Verification:
-        """Compare with the files, mapped anew; raise if anything differs."""
+    def verify(self, seal: Seal | None = None) -> Verification:
+        """Compare with the files, mapped anew; raise if anything differs or *seal* is broken."""
         fresh = PassingReader(self.root, self.located)
         result = verify(
             self.model,
@@ -405,6 +408,8 @@ class _Job:
             options=self.loading,
             release=fresh.release,
         )
+        if seal is not None:
+            result = replace(result, problems=(*seal.broken(), *result.problems))
         if not result.ok:
             told = "verification failed: " + "; ".join(result.problems[:10])
             if self.computed is not None and self.computed.readers:

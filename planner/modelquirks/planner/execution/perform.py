@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,8 @@ from modelquirks.planner.adapter.beside import beside
 from modelquirks.planner.checkpoint.fingerprint import changed, layout_digest
 from modelquirks.planner.checkpoint.manifest import Manifest
 from modelquirks.planner.checkpoint.open import CheckpointError
+from modelquirks.planner.digest.digest import Digest
+from modelquirks.planner.digest.planned import sealed
 from modelquirks.planner.execution.execute import ExecutionReport, execute
 from modelquirks.planner.execution.loaditem import LoadItem
 from modelquirks.planner.execution.loadoptions import LoadOptions, Verify
@@ -47,6 +50,7 @@ def perform(
     copy: bool = False,
     load_memory: int | str | None = None,
     verify: Verify = "samples",
+    digest: Digest | str | Path | None = None,
     progress: Progress | None = None,
     **options: Any,
 ) -> ExecutionReport:
@@ -54,12 +58,17 @@ def perform(
 
     Nothing is written to *offload_folder* without *materialize*. *together*: with the other ranks
     of torch.distributed, as is always done if the model is sharded. ValueError for options that
-    mean nothing.
+    mean nothing, DigestError for a *digest* that cannot be read.
     """
     loading = LoadOptions.of(copy=copy, load_memory=load_memory, verify=verify, progress=progress)
     if together or _is_sharded(model):
         from modelquirks.planner.distributed.perform import perform_together
 
+        if digest is not None:
+            raise ValueError(
+                "digest is for a model that one process loads: here each rank reads its part. "
+                "Check the files first: `modelquirks digest CHECKPOINT --check FILE`"
+            )
         if offload_folder is not None or materialize:
             options |= {"offload_folder": offload_folder, "materialize": materialize}
         return perform_together(plan, model, loading=loading, **options)
@@ -70,16 +79,21 @@ def perform(
         raise PlanError(plan.refusal())
     if plan.model is None:
         raise PlanError("the plan was made without a model, so nothing says what to load")
+    known = Digest.load(digest) if isinstance(digest, str | Path) else digest
     manifest = unchanged(plan)
     skeleton = skeleton_of(model)
     items = list(items_of(plan, skeleton))
     same_model(plan, skeleton, items)
     registry = plan.registry or Registry.load()
+    seal, told = None, list[Finding]()
+    if known is not None:
+        seal, note = sealed(plan, manifest, known, registry, loading)
+        told.append(note)
     target = None
     if materialize and offload_folder is not None:
         target = _target(offload_folder, plan, manifest, registry)
     with computed(plan, model, registry):
-        return execute(
+        report = execute(
             model,
             items,
             device_map=dict(plan.device_map) if plan.options.dispatch else None,
@@ -93,8 +107,10 @@ def perform(
             target=target,
             room=_room(plan),
             loading=loading,
+            seal=seal,
             **options,
         )
+    return replace(report, notes=(*told, *report.notes))
 
 
 def _room(plan: Plan) -> int | None:

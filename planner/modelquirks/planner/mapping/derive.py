@@ -24,7 +24,7 @@ from modelquirks.planner.mapping.suggest import suggest
 from modelquirks.planner.mapping.ties import TieGroup
 from modelquirks.planner.mapping.wholes import Account, judged_all
 from modelquirks.planner.model.skeleton import Skeleton
-from modelquirks.quirks.family import show
+from modelquirks.quirks.family import group, show
 from modelquirks.quirks.pattern import Pattern
 from modelquirks.quirks.recipe import Node, Scheme, TensorType
 from modelquirks.quirks.resolve import Resolution
@@ -209,9 +209,11 @@ def _model_entries(
     account: Account, verdicts: Mapping[str, Verdict], nearest: Nearest
 ) -> Iterator[Entry]:
     wholes = {whole.family.template: whole.verdict for whole in account.wholes}
+    apart = group(verdicts)
     for template, family in account.skeleton.families.items():
         usual = wholes.get(template, _NOTHING)
-        for verdict, names in _by_verdict(family.names, verdicts, usual).items():
+        own = verdicts if template in apart else {}
+        for verdict, names in _by_verdict(family.names, own, usual).items():
             near = nearest.of_missing(names[0]) if verdict.kind == "missing" else ()
             kind, reason, rule, quirk = verdict
             yield Entry(kind, show(template), tuple(names), reason, rule, quirk, near)
@@ -220,8 +222,10 @@ def _model_entries(
 def _stored_entries(
     manifest: Manifest, left: Mapping[str, StoredVerdict], nearest: Nearest
 ) -> Iterator[Entry]:
+    apart = group(left)
     for template, family in manifest.families.items():
-        for verdict, names in _by_verdict(family.names, left, USED).items():
+        own = left if template in apart else {}
+        for verdict, names in _by_verdict(family.names, own, USED).items():
             near = nearest.of_spare(names[0]) if verdict.kind == "unexpected" else ()
             yield Entry(verdict.kind, show(template), tuple(names), verdict.reason, nearest=near)
 
@@ -236,7 +240,7 @@ def _by_verdict(
 
     *usual* is that of names without one of their own in *verdicts*.
     """
-    if verdicts.keys().isdisjoint(names):
+    if not verdicts:
         return {usual: names}
     found = [verdicts.get(name, usual) for name in names]
     if len({*map(id, found)}) == 1:  # mostly so, and verdicts are slow to compare

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import compress
 from operator import itemgetter
 from typing import NamedTuple, TypeVar
 
@@ -145,7 +146,8 @@ class ModelTree:
     @cached_property
     def _units(self) -> frozenset[str]:
         whole = self.skeleton.no_split | frozenset(self.no_split)
-        return frozenset(n for n, kind in self.skeleton.modules.items() if kind in whole)
+        modules = self.skeleton.modules
+        return frozenset(compress(modules, map(whole.__contains__, modules.values())))
 
     @cached_property
     def _outside(self) -> list[str]:
@@ -209,10 +211,10 @@ class ModelTree:
         found: dict[str, _Row] = {}
         for template, family in skeleton.families.items():
             kind = skeleton.even_types.get(template)
-            if kind is None or not odd.isdisjoint(family.names):
+            if kind is None or (odd and not odd.isdisjoint(family.names)):
                 continue
             size = even.get(template)
-            if size is None and made.keys().isdisjoint(family.names):
+            if size is None and (not made or made.keys().isdisjoint(family.names)):
                 size = nbytes(*kind)
             counts = None if size is None else blocks.counts(family)
             if size is not None and counts is not None:

@@ -7,9 +7,12 @@ of it another version lacks is named by :func:`lacking`; the bridge then is not 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, NamedTuple
+
+from modelquirks.plugins.bridge.deferred import compiled_later
 
 __all__ = [
     "TESTED",
@@ -103,8 +106,10 @@ class Found(NamedTuple):
 
 def rules_of(model: Any) -> Rules:
     """Return the conversion table of *model*, legacy rules included, nothing of it used yet."""
-    core = import_module(_CORE)
-    table = import_module(_MAPPING).get_model_conversion_mapping(model, add_legacy=True)
+    core, mapping = import_module(_CORE), import_module(_MAPPING)
+    tested = version().startswith(f"{TESTED}.")
+    with compiled_later(core) if tested else nullcontext():  # another one may want real expressions
+        table = mapping.get_model_conversion_mapping(model, add_legacy=True)
     return Rules(
         renamings=tuple(rule for rule in table if isinstance(rule, core.WeightRenaming)),
         converters=tuple(rule for rule in table if isinstance(rule, core.WeightConverter)),

@@ -24,6 +24,8 @@ from modelquirks.quirks.recipe import Node, RecipeError, Reshape, Slice, TensorT
 __all__ = ["open_dist"]
 
 _STACKED = re.compile(r"(?P<stack>(?:[a-z_]\w*\.)*?layers)\.(?!\d)(?P<rest>.*)")
+_COMMON = "common.pt"
+"""What all ranks have alike: arguments and the state of the run."""
 _OPTIMIZER = re.compile(r"(chained_\d+\.)?optimizer\.|.*\.(exp_avg|exp_avg_sq|fp32_param)$")
 
 
@@ -46,7 +48,13 @@ def open_dist(root: Path, found: Located) -> Opened:
             f"each layer is a tensor here: {shown(stacked, 3)}."
         )
         findings.append(Finding("layers-stacked", "info", text))
-    return replace(opened, format="megatron", tensors=tensors, findings=tuple(findings))
+    return replace(
+        opened,
+        format="megatron",
+        tensors=tensors,
+        findings=tuple(findings),
+        without_weights=(f"{found.below}/{_COMMON}".lstrip("/"),),
+    )
 
 
 def _layers(name: str, node: Node, places: Mapping[str, StoredTensor]) -> dict[str, Node]:
