@@ -22,10 +22,10 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from random import Random
 from typing import Any
 
 from mutations_cases import Case, drawn, run
+from mutations_digest import caught, is_of_weights
 from mutations_judge import BAD, OUTCOMES, shown
 from mutations_kinds import KINDS
 from mutations_subjects import SUBJECTS
@@ -42,11 +42,13 @@ def main() -> int:
     for case in _cases(args):
         with tempfile.TemporaryDirectory(prefix="mutations-", dir=_memory()) as folder:
             verdict = run(case, Path(folder))
+            seen = _digest_sees(case, Path(folder)) if verdict.outcome == "unseen" else None
         rows.append({
             "number": case.number, "kinds": case.kinds, "subject": case.subject.name,
-            "device": case.device, "outcome": verdict.outcome, "done": case.copy.done,
+            "device": case.device, "outcome": verdict.outcome, "digest": seen,
+            "done": case.copy.done,
         })  # fmt: skip
-        if verdict.outcome in BAD:
+        if _is_bad(rows[-1]):
             print(f"--only {case.number}: {case.told()}", *shown(verdict), sep="\n", flush=True)
         if len(rows) % 500 == 0:
             rate = (time.monotonic() - started) / len(rows)
@@ -56,7 +58,18 @@ def main() -> int:
     _print(rows, args.seed, time.monotonic() - started)
     if args.json is not None:
         args.json.write_text(json.dumps({"seed": args.seed, "cases": rows}, indent=1) + "\n")
-    return 1 if any(row["outcome"] in BAD for row in rows) else 0
+    return 1 if any(map(_is_bad, rows)) else 0
+
+
+def _digest_sees(case: Case, folder: Path) -> bool | None:
+    """Tell whether a digest names what no header shows; None: it is in no file of weights."""
+    if not is_of_weights(case.subject, case.copy):
+        return None
+    return caught(case.subject, folder)
+
+
+def _is_bad(row: Mapping[str, Any]) -> bool:
+    return row["outcome"] in BAD or row["digest"] is False
 
 
 def _arguments() -> argparse.Namespace:
@@ -137,6 +150,11 @@ def _print(rows: list[dict[str, Any]], seed: int, seconds: float) -> None:
     table.add_row("all", *(str(total.get(o, 0)) for o in OUTCOMES))
     Console(width=120).print(table)
     print("* declared beforehand: no header shows it")
+    seen = Counter(row["digest"] for row in rows if row["outcome"] == "unseen")
+    print(
+        f"Of {seen.total()} unseen, a digest of the right checkpoint tells {seen[True]}, and not "
+        f"{seen[False]}; {seen[None]} are in config.json or the adapter's, of which there is none."
+    )
 
 
 if __name__ == "__main__":

@@ -106,7 +106,7 @@ def config_heads_of_another_width(copy: Copy) -> bool:
         return False
     more = {"head_dim": 2 * copy.config["head_dim"]} if copy.config.get("head_dim") else {}
     copy.set_config(num_attention_heads=heads // 2, num_key_value_heads=kv // 2, **more)
-    copy.may_be_unseen = True
+    copy.may_be_unseen = copy.behaves_otherwise = True
     return copy.tell("half the heads, twice as wide")
 
 
@@ -126,7 +126,7 @@ def config_what_no_tensor_shows(copy: Copy) -> bool:
         return False
     key = copy.chance.choice(keys)
     copy.set_config(**{key: settings[key]})
-    copy.may_be_unseen = True
+    copy.may_be_unseen = copy.behaves_otherwise = True
     return copy.tell(f"{key} is {settings[key]!r}", key)
 
 

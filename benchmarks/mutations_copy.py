@@ -38,6 +38,9 @@ class Copy:
     may_be_unseen: bool = False
     """What was done was declared as not visible before any value is read."""
 
+    behaves_otherwise: bool = False
+    """The model computes otherwise, with the very same tensors."""
+
     def __post_init__(self) -> None:
         """Begin with the files as they are."""
         self.files = dict(self.subject.files)

@@ -116,7 +116,7 @@ def judged(
         return Verdict("CRASH", (traceback.format_exc(limit=-8),))
     said = tuple(text for text in loaded.said if text not in usual)
     differing = tuple(map(str, found))
-    if not found:
+    if not found and not (copy.behaves_otherwise and copy.may_be_unseen):
         return Verdict("harmless", said)
     if copy.is_named_in(said):
         return Verdict("reported", said, differing)

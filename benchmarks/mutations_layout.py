@@ -376,7 +376,8 @@ def file_of_another_save(copy: Copy) -> bool:
     file = copy.chance.choice(both)
     copy.files[file] = copy.subject.other[file]
     copy.may_be_unseen = True
-    return copy.tell(f"{file!r} of another save of the same model", *called(file))
+    names = copy.subject.truth.tensors
+    return copy.tell(f"{file!r} of another save of the same model", *called(file), *names)
 
 
 @damage("files", unseen=True)
