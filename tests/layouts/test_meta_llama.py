@@ -356,3 +356,26 @@ def test_mixtral_with_experts_one_below_the_other(
     )
     arrived = load(tmp_path, mixtral).state_dict()
     assert all(torch.equal(t, arrived[name]) for name, t in model.state_dict().items())
+
+
+def test_files_of_ranks_that_were_exchanged_are_told_by_the_names_they_were_written_under(
+    tmp_path: Path, randomized: Randomized
+) -> None:
+    folder = save_ranks(tmp_path / "m", original(randomized(llama())), 2)
+    assert "rank-swapped" not in {f.code for f in open_manifest(folder).findings}
+    one, other = (folder / f"consolidated.{n:02}.pth" for n in (0, 1))
+    one.rename(folder / "aside")
+    other.rename(one)
+    (folder / "aside").rename(other)
+    (told,) = [f.message for f in open_manifest(folder).findings if f.code == "rank-swapped"]
+    assert "'consolidated.00.pth' was written as 'consolidated.01'" in told
+
+
+def test_ranks_that_were_written_under_other_names_altogether_are_fine(
+    tmp_path: Path, randomized: Randomized
+) -> None:
+    folder = save_ranks(tmp_path / "m", original(randomized(llama())), 2)
+    for path in folder.glob("*.pth"):
+        torch.save(torch.load(path), folder / "model.pth")
+        (folder / "model.pth").rename(path)
+    assert "rank-swapped" not in {f.code for f in open_manifest(folder).findings}

@@ -173,3 +173,19 @@ def test_a_plan_reads_the_shapes_and_loads_plain_weights_equal_to_the_bit(tmp_pa
     assert plan.ok, plan.problems
     made = dict(plan.execute(model).named_parameters())
     assert all(torch.equal(made[name], weight) for name, weight in PLAIN.items())
+
+
+@pytest.mark.parametrize(
+    ("role", "type_"),
+    [
+        ("nested_quant_map", TensorType("BOOL", (256,))),
+        ("nested_quant_map", TensorType("F32", (16,))),
+        ("nested_absmax", TensorType("I32", (1,))),
+    ],
+)
+def test_nested_companions_of_another_type_are_refused(role: str, type_: TensorType) -> None:
+    scheme, parts, said = packed("nested.weight")
+    types = types_of(parts)
+    assert scheme.infer(types, said).shape == tuple(PLAIN["nested.weight"].shape)
+    with pytest.raises(RecipeError, match=f"{role} must be F32"):
+        scheme.infer({**types, role: type_}, said)

@@ -358,3 +358,19 @@ def test_nan_codes_stay_nan(unpacked: Unpacked) -> None:
     weight = torch.full((2, 2), 0x7F, dtype=torch.uint8).view(torch.float8_e4m3fn)
     got = unpacked(SCALED, {"weight": weight, "weight_scale": torch.ones(())})
     assert all(math.isnan(value) for value in got.flatten().tolist())
+
+
+@pytest.mark.parametrize("shape", [(1, 3), (2, 1), (1, 1), (32, 48), (2, 2)])
+def test_scales_that_are_not_those_of_the_stated_block_are_refused(shape: tuple[int, ...]) -> None:
+    weight, said = TensorType("F8_E4M3", (32, 48)), {"block_rows": 16, "block_columns": 16}
+    right = {"weight": weight, "weight_scale_inv": TensorType("F32", (2, 3))}
+    assert BLOCK.infer(right, said).shape == (32, 48)
+    wrong = {**right, "weight_scale_inv": TensorType("F32", shape)}
+    with pytest.raises(RecipeError, match="blocks of 16"):
+        BLOCK.infer(wrong, said)
+
+
+@pytest.mark.parametrize("shape", [(), (1,)])
+def test_one_scale_for_all_needs_no_block(shape: tuple[int, ...]) -> None:
+    parts = {"weight": TensorType("F8_E4M3", (32, 48)), "weight_scale": TensorType("F32", shape)}
+    assert SCALED.infer(parts, {"block_rows": 16, "block_columns": 16}).shape == (32, 48)

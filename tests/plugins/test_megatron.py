@@ -273,3 +273,47 @@ def test_layers_that_torch_dist_stacks_are_taken_apart(tmp_path: Path, model_of:
     found = {one["code"]: one["message"] for one in plan.checkpoint["findings"]}
     assert "optimizer" in found["not-loaded"]
     assert "'decoder.layers.mlp.linear_fc2.weight'" in found["layers-stacked"]
+
+
+def written_by(folder: Path, rank: int) -> None:
+    """Say in the arguments which global rank wrote a file, as Megatron-LM does."""
+    path = folder / "model_optim_rng.pt"
+    saved = torch.load(path, weights_only=False)
+    saved["args"].rank = rank
+    torch.save(saved, path)
+
+
+def of_ranks(tmp_path: Path) -> Path:
+    """Return a copy of two tensor by two pipeline ranks whose files say who wrote them."""
+    folder = Path(shutil.copytree(DATA / "tp2_pp2", tmp_path / "copy"))
+    for number, name in enumerate(("00_000", "01_000", "00_001", "01_001")):
+        written_by(folder / "iter_0000010" / f"mp_rank_{name}", number)
+    return folder
+
+
+def exchange(one: Path, other: Path) -> None:
+    content = one.read_bytes()
+    one.write_bytes(other.read_bytes())
+    other.write_bytes(content)
+
+
+def test_ranks_in_their_folders_are_not_talked_about(tmp_path: Path) -> None:
+    assert errors(open_manifest(of_ranks(tmp_path), registry)) == {}
+
+
+@pytest.mark.parametrize("pair", [("00_000", "01_000"), ("00_000", "00_001")])
+def test_files_in_the_folders_of_other_ranks_are_named(
+    pair: tuple[str, str], tmp_path: Path
+) -> None:
+    folder = of_ranks(tmp_path) / "iter_0000010"
+    exchange(*(folder / f"mp_rank_{name}" / "model_optim_rng.pt" for name in pair))
+    told = errors(open_manifest(folder.parent, registry))["rank-swapped"]
+    assert all(f"'mp_rank_{name}/model_optim_rng.pt' says rank" in told for name in pair)
+
+
+def test_a_file_that_is_a_copy_of_another_ranks_is_named(tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(DATA / "tp2_pp2", tmp_path / "copy")) / "iter_0000010"
+    one, other = (folder / f"mp_rank_{name}" / "model_optim_rng.pt" for name in ("00_001", "01_001"))
+    shutil.copy(one, other)
+    told = errors(open_manifest(folder.parent, registry))["rank-copied"]
+    assert "mp_rank_00_001" in told and "mp_rank_01_001" in told

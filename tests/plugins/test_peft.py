@@ -508,3 +508,15 @@ def test_a_packed_base_is_made_plain_and_then_merged(tmp_path: Path) -> None:
     plan.execute(model)
 
     assert torch.equal(model.state_dict()[f"{name}.weight"], (plain + b @ a * 0.5).half())
+
+
+@pytest.mark.parametrize("role", ["a", "b"])
+def test_integers_are_no_change_of_a_weight(role: str) -> None:
+    parts = {
+        "weight": TensorType("F32", (6, 4)),
+        "a": TensorType("F32", (2, 4)),
+        "b": TensorType("F32", (6, 2)),
+    }
+    assert SCHEMES["lora"].infer(parts, {}) == parts["weight"]
+    with pytest.raises(RecipeError, match=f"'{role}' is I32"):
+        SCHEMES["lora"].infer({**parts, role: TensorType("I32", parts[role].shape)}, {})

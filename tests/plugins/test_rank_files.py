@@ -178,3 +178,11 @@ def test_a_folder_of_lightnings_deepspeed_has_the_names_of_its_module(
 
     assert plan.ok, plan.problems
     assert same(plan.execute(model_of(NET)), NET)
+
+
+def test_a_rank_that_is_a_copy_of_another_is_named(tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(DATA / "fsdp" / "sharded", tmp_path / "copy"))
+    one, other = (folder / f"pytorch_model_fsdp_0_rank{n}.bin" for n in (0, 1))
+    shutil.copy(one, other)
+    found = {f.code: f.message for f in open_manifest(folder, registry).findings}
+    assert repr(one.name) in found["rank-copied"] and repr(other.name) in found["rank-copied"]

@@ -67,6 +67,10 @@ class Bnb4bit(Scheme):
             faults.append(f"absmax must be {wanted}, nested_absmax and nested_quant_map go with it")
         if parts["quant_map"] != TensorType("F32", (16,)):
             faults.append("quant_map must be F32 [16]")
+        if nested and parts.get("nested_quant_map") != TensorType("F32", (256,)):
+            faults.append("nested_quant_map must be F32 [256]")
+        if "nested_absmax" in parts and parts["nested_absmax"].dtype != "F32":
+            faults.append("nested_absmax must be F32")
         if not faults and "shape" in settings:
             faults += _count_faults(parts, settings)
         if faults:

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 __all__ = ["Lora", "LoraBias", "LoraExperts", "TrainedRows", "modelquirks_schemes"]
 
 _BLOCK = 64
+_FLOATS = ("F32", "BF16", "F16", "F64")
 
 Bounds = tuple[int, int]
 
@@ -216,7 +217,13 @@ class TrainedRows(Scheme):
 
 
 def _shape(parts: Mapping[str, TensorType], role: str) -> tuple[int, ...]:
-    shape = parts[role].shape
+    """Return the shape of a part, all of which must be floats: integers are no change of weights.
+
+    peft would cast them, as it does everything (``Linear.get_delta_weight``).
+    """
+    dtype, shape = parts[role]
+    if dtype is not None and dtype not in _FLOATS:
+        raise RecipeError(f"{role!r} is {dtype}, and must be {', '.join(_FLOATS[:-1])} or F64")
     if shape is None:
         raise RecipeError(f"the shape of {role!r} is not known")
     return shape

@@ -81,8 +81,8 @@ def blocks_of(
 ) -> Blocks:
     """Return how many values share a scale in each dimension; RecipeError if that is open.
 
-    *stated* is the block of the last two dimensions that config.json gives; *usual* is tried
-    without it.
+    *stated* is the block of the last two dimensions that config.json gives: the scales must be
+    those of it, or one for all; *usual* is tried without it.
 
     >>> blocks_of((576, 7168), TensorType("F32", (5, 56)), (128, 128))
     (128, 128)
@@ -90,6 +90,8 @@ def blocks_of(
     (1, 96)
     """
     rank, shape = len(weight), aligned(scale.shape or (), len(weight))
+    if len(scale.shape or ()) < 2 and set(shape) == {1}:
+        stated = None  # one scale for all has no block
     if len(shape) != rank:
         raise RecipeError(f"a scale {scale} does not belong to a weight {list(weight)}")
     per_dim = (None,) * (rank - 2) + (stated or (None, None))
@@ -110,6 +112,8 @@ def blocks_of(
 def _block(
     size: int, count: int, stated: int | None, usual: int | None, mx: int | None
 ) -> int | None:
+    if stated and not mx:  # a scale that covers more, or less, than config.json says is damaged
+        return (max(size, 1) if count == 1 else stated) if -(-size // stated) == count else None
     if count == 1:
         return max(size, 1)
     if count == size:

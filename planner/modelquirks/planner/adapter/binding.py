@@ -13,9 +13,10 @@ from modelquirks.planner.adapter.config import AdapterConfig, Strength
 from modelquirks.planner.adapter.misfit import EMPTY, Misfit, is_empty, other_size
 from modelquirks.quirks.recipe import Setting
 
-__all__ = ["Bound", "Bounds", "bind"]
+__all__ = ["WHOLE", "Bound", "Bounds", "bind"]
 
-_WHOLE = "whole"
+WHOLE = "whole"
+"""The scheme of what takes the place of a weight of the base."""
 
 
 class Bound(NamedTuple):
@@ -45,7 +46,7 @@ class Bounds:
     def by_name(self) -> Mapping[str, Sequence[Bound]]:
         """Return the changes by weight, whole weights first: others change these then."""
         found: dict[str, list[Bound]] = {}
-        for one in sorted(self.bound, key=lambda b: b.scheme != _WHOLE):
+        for one in sorted(self.bound, key=lambda b: b.scheme != WHOLE):
             found.setdefault(one.name, []).append(one)
         return found
 
@@ -108,7 +109,7 @@ class _Binder:
         elif have is not None and want is not None and have != want:
             found.misfits.append(other_size(name, have, want))
         else:
-            found.bound.append(Bound(name, _WHOLE, (("weight", stored),)))
+            found.bound.append(Bound(name, WHOLE, (("weight", stored),)))
 
     def _rows(self, found: Bounds) -> None:
         wanted = f"{self.change.module}.weight"

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from modelquirks.planner.adapter.adapter import Adapter
 from modelquirks.planner.adapter.base import Base
-from modelquirks.planner.adapter.binding import Bounds
+from modelquirks.planner.adapter.binding import WHOLE, Bounds
 from modelquirks.planner.adapter.changes import read_name
 from modelquirks.planner.adapter.config import PROMPTS
 from modelquirks.planner.adapter.misfit import Misfit
@@ -123,7 +123,11 @@ def _near(base: Base, names: Sequence[str]) -> str:
 def _completeness(adapter: Adapter, base: Base, bounds: Bounds) -> Iterator[Finding]:
     """Yield what adapter_config.json names and the file lacks, and the other way round."""
     config = adapter.config
-    changed = {one.name.removesuffix(".weight") for one in bounds.bound}
+    changed = {
+        one.name.removesuffix(".weight")
+        for one in bounds.bound
+        if one.scheme != WHOLE or config.is_retrained(one.name)
+    }
     touched = changed | {misfit.name.removesuffix(".weight") for misfit in bounds.misfits}
     wanted = [
         module

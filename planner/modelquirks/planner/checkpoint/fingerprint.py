@@ -13,7 +13,7 @@ from modelquirks.planner.checkpoint.pickle_machine import MAX_BYTES
 from modelquirks.planner.checkpoint.safetensors_header import header_digest
 from modelquirks.planner.finding import Finding
 
-__all__ = ["changed", "digest_of", "layout_digest"]
+__all__ = ["changed", "copies_among", "digest_of", "layout_digest"]
 
 _GGUF_BYTES = 1 << 24
 
@@ -61,6 +61,18 @@ def _differences(root: Path, shard: Shard, *, same_place: bool) -> Iterator[str]
         yield "has another header than when the plan was made"
     elif same_place and shard.mtime_ns is not None and now.mtime_ns != shard.mtime_ns:
         yield "was written again since the plan was made, with the same header"
+
+
+def copies_among(shards: Iterable[Shard]) -> Iterator[tuple[str, ...]]:
+    """Yield the names of files of ``torch.save`` that are one and the same, as far as is seen.
+
+    The digest of a zip file covers its directory, which has a checksum of every record.
+    """
+    places: dict[str, list[str]] = {}
+    for shard in shards:
+        if shard.digest is not None:
+            places.setdefault(shard.digest, []).append(shard.name)
+    yield from (tuple(names) for names in places.values() if len(names) > 1)
 
 
 def digest_of(path: Path, kind: Kind) -> str | None:

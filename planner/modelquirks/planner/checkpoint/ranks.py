@@ -10,6 +10,7 @@ load the file of its rank.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
@@ -18,10 +19,12 @@ from modelquirks.planner.checkpoint.filepath import FilePath
 from modelquirks.planner.checkpoint.folder import rank_of
 from modelquirks.planner.checkpoint.manifest import StoredTensor
 from modelquirks.planner.checkpoint.shards import Content, read_files
+from modelquirks.planner.checkpoint.torch_zip import written_as
 from modelquirks.planner.finding import Finding, shown
 
 __all__ = ["read_ranks"]
 
+_NUMBER = re.compile(r"(.*?)(\d+)")
 _Parts = Mapping[int, Content]
 """What each rank holds, by number."""
 
@@ -48,6 +51,7 @@ def read_ranks(root: FilePath, names: Sequence[str]) -> Content:
         findings=(
             *dict.fromkeys(chain.from_iterable(part.findings for part in parts.values())),
             *_about_ranks(parts),
+            *_about_order(root, names),
         ),
         container=next((part.container for part in parts.values() if part.container), ""),
     )
@@ -68,6 +72,28 @@ def _about_ranks(parts: _Parts) -> Iterator[Finding]:
     readable = {rank: part for rank, part in parts.items() if _is_readable(part)}
     yield from _about_names(readable)
     yield from _about_sizes(readable)
+
+
+def _about_order(root: FilePath, names: Sequence[str]) -> Iterator[Finding]:
+    """Say so if a file was written under the name of another rank, or is a copy of its file."""
+    wrong = [
+        f"{name!r} was written as {written!r}"
+        for name in names
+        if (written := written_as(root / name)) and _numbers_differ(name, written)
+    ]
+    if wrong:
+        text = (
+            f"files of ranks have changed names: {'; '.join(wrong[:10])}. Give them back the names "
+            "they had: parts would be joined in a wrong order."
+        )
+        yield Finding("rank-swapped", "error", text)
+
+
+def _numbers_differ(name: str, written: str) -> bool:
+    """Tell whether both are names of a rank, of one series, and not of the same rank."""
+    stem = name.rpartition(".")[0]
+    one, other = _NUMBER.fullmatch(stem), _NUMBER.fullmatch(written)
+    return one is not None and other is not None and one[1] == other[1] and one[2] != other[2]
 
 
 def _is_readable(part: Content) -> bool:

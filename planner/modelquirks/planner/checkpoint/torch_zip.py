@@ -29,7 +29,7 @@ from modelquirks.planner.checkpoint.torch_pickle import StorageRecord, TensorRec
 from modelquirks.planner.checkpoint.torch_tar import read_tar
 from modelquirks.planner.finding import Finding, shown
 
-__all__ = ["read_content", "read_item", "read_torch"]
+__all__ = ["read_content", "read_item", "read_torch", "written_as"]
 
 _ZIP_ERRORS = (zipfile.BadZipFile, struct.error, ValueError, NotImplementedError)
 _LOCAL = struct.Struct("<4s4xH8xIIHH")
@@ -93,6 +93,22 @@ def read_content(path: FilePath, *, shard: str = "") -> TorchContent:
     wrong = not_weights(shard, seen)
     text = f"{shard!r} {_FORMATS.get(seen.kind, '')} (it begins with {seen.head[:8]!r})."
     return _unread(shard, seen, wrong or Finding("wrong-format", "error", text))
+
+
+def written_as(path: FilePath) -> str:
+    """Return the name under which ``torch.save`` wrote a zip file, from its first bytes.
+
+    Without a suffix; ``""`` for any other file. See ``TorchContent.written_as``.
+    """
+    try:
+        with path.open("rb") as file:
+            head = file.read(_LOCAL.size)
+            signature, name_bytes, _ = _LOCAL.unpack(head.ljust(_LOCAL.size, b"\0"))
+            name = file.read(name_bytes) if signature == b"PK\x03\x04" else b""
+    except OSError:
+        return ""
+    folder, slash, _ = name.decode("utf-8", "replace").rpartition("/")
+    return folder if slash else ""
 
 
 def read_item(

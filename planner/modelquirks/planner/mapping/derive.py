@@ -10,6 +10,7 @@ from modelquirks.planner.checkpoint.lookalikes import look_alikes
 from modelquirks.planner.checkpoint.manifest import Manifest
 from modelquirks.planner.finding import Finding, shown
 from modelquirks.planner.mapping.audit import Audit, Entry
+from modelquirks.planner.mapping.dtype_changes import dtype_changes
 from modelquirks.planner.mapping.fit import DtypeRule, Fit
 from modelquirks.planner.mapping.judge import Judge, Judged, Verdict, conflicts
 from modelquirks.planner.mapping.logical import Logical, Members
@@ -92,6 +93,7 @@ def derive(
             *conflicts(judge, judged, account.rivals),
             *oddities(account, manifest, nearest.spare, dequantize=waivers.dequantize),
             *look_alikes(nearest.spare, missing),
+            *dtype_changes(account, manifest, asked=dtype.asked),
         ),
     )
     recipes = tuple(in_places(_recipes(account, sharing.aliases), manifest))

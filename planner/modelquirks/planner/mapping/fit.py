@@ -122,7 +122,8 @@ def fit(
         for element in taken:
             element.check()
     except RecipeError as error:
-        return Fit(None, TensorType(None, None), str(error))
+        where = _packed_within(node, env, types, schemes)
+        return Fit(None, TensorType(None, None), f"{where}{error}")
     what = "it would be made as" if is_made(node) else f"{next(stored_names(node, env), '?')!r} is"
     if made.shape is not None and made.shape != tensor.shape:
         hint = _hint(made.shape, tensor)
@@ -146,6 +147,24 @@ def fit(
         warning = f"stored as {made.dtype}, cast to {planned} as it is, without a scale"
     final = node if planned == made.dtype else _cast(node, planned)
     return Fit(final, TensorType(planned, shape), "", warning, scheme, taken)
+
+
+def _packed_within(node: Node, env: Env, types: Types, schemes: Mapping[str, Scheme]) -> str:
+    """Return the stored names of the first packed weight within *node* that cannot be made.
+
+    With a colon; nothing if it is *node* itself, which the model's name tells, or has no fault.
+    """
+    for child in children(node):
+        if isinstance(child, Dequantize):
+            try:
+                infer(child, leaf_types(child, env, types).__getitem__, schemes)
+            except RecipeError:
+                return f"{shown(list(stored_names(child, env)), 4)}: "
+            except KeyError:  # one of a stack, whose number is not known here
+                continue
+        if found := _packed_within(child, env, types, schemes):
+            return found
+    return ""
 
 
 class Taken(NamedTuple):
@@ -221,13 +240,13 @@ def leaf_types(node: Node, env: Env, types: Types) -> dict[str, TensorType]:
 
 def _alike(stack: Stack | Join, env: Env, types: Types) -> None:
     """Raise if two tensors of a stack that should be alike are not, naming the odd one."""
-    first = [types(name) for name in stored_names(stack.of, {**env, stack.over: 0})]
+    first = [(n, types(n)) for n in stored_names(stack.of, {**env, stack.over: 0})]
     for index in range(1, stack.count or 0):
         names = stored_names(stack.of, {**env, stack.over: index})
-        for name, expected in zip(names, first, strict=True):
+        for name, (like, expected) in zip(names, first, strict=True):
             if (found := types(name)) != expected:
                 raise RecipeError(
-                    f"{name!r} is {found}, but the first of its kind is {expected}: "
+                    f"{name!r} is {found}, but {like!r}, the first of its kind, is {expected}: "
                     "they cannot be stacked"
                 )
 

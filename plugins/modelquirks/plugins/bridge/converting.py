@@ -199,7 +199,15 @@ class Converting:
 
 
 def _sorted(names: Sequence[str]) -> tuple[str, ...]:
-    if len({template_of(name) for name in names}) == 1:  # much quicker, and the same order
+    """Return *names* in the order of transformers, but by number where one naming has two spellings.
+
+    transformers sorts whole names, so that of experts some of which lack the prefix of the rest
+    (``layers.0…3``, ``model.layers.0…1``) it stacks 3 before 1.
+    """
+    templates = {template_of(name) for name in names}
+    shortest = min(templates, key=len)
+    # One template: much quicker, and the same order.
+    if all(t == shortest or t.endswith(f".{shortest}") for t in templates):
         return tuple(sorted(names, key=_index))
     return tuple(sorted(names, key=natural_key))
 

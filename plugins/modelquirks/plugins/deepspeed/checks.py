@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
 
+from modelquirks.planner.checkpoint.fingerprint import copies_among
 from modelquirks.planner.finding import Finding, shown
 from modelquirks.plugins.deepspeed.assemble import Assembly
 from modelquirks.plugins.deepspeed.grid import Grid
@@ -117,14 +118,10 @@ def _written_as(grid: Grid) -> Iterator[Finding]:
 
 
 def _copies(grid: Grid) -> Iterator[Finding]:
-    places: dict[str, list[str]] = {}
-    for optim in grid.optims.values():
-        if (digest := optim.saved.shard.digest) is not None and any(optim.flat):
-            places.setdefault(digest, []).append(optim.saved.name.name)
-    for names in places.values():
-        if len(names) > 1:
-            text = f"{shown(names)} are one and the same file: ranks differ in what they hold."
-            yield Finding("rank-copied", "error", text)
+    saved = [optim.saved for optim in grid.optims.values() if any(optim.flat)]
+    for names in copies_among(replace(one.shard, name=one.name.name) for one in saved):
+        text = f"{shown(names)} are one and the same file: ranks differ in what they hold."
+        yield Finding("rank-copied", "error", text)
 
 
 def _one_save(grid: Grid, tag: str) -> Iterator[Finding]:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from modelquirks.planner.checkpoint.fingerprint import copies_among
 from modelquirks.planner.checkpoint.manifest import StoredTensor
 from modelquirks.planner.checkpoint.opened import Opened
 from modelquirks.planner.checkpoint.pickle_names import about_names
@@ -196,6 +197,9 @@ def _about_missing(ranks: list[_Rank], series: Series) -> Iterator[Finding]:
             f"the tensors were saved by {expected} ranks, and these are of others: {shown(extra)}."
         )
         yield Finding("extra-shards", "warning", text)
+    for same in copies_among(rank.content.shard for rank in ranks):
+        text = f"{shown(same)} are one and the same file; only replicas may be equal."
+        yield Finding("rank-copied", "warning", text)
     names = {name for rank in ranks for name in rank.shares}
     torn = [n for n in sorted(names) if len({r.shares[n][:2] for r in ranks if n in r.shares}) > 1]
     if torn:

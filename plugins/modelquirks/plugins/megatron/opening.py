@@ -23,6 +23,7 @@ from modelquirks.plugins.megatron.naming import (
     numbered,
     offsets_of,
 )
+from modelquirks.plugins.megatron.positions import about_copies, about_positions, folder_name
 from modelquirks.plugins.megatron.rank import Grid, Position, Rank, grid_of, position_of, read_rank
 from modelquirks.quirks.recipe import Node, RecipeError, Source
 
@@ -57,7 +58,11 @@ def open_ranks(root: Path, found: Located) -> Opened:
         {position_of(rank.folder, grid): rank for rank in ranks},
         next((rank.args for rank in ranks if rank.args), {}),
     )
-    findings += _about_grid(saved, ranks)
+    findings += [
+        *_about_grid(saved, ranks),
+        *about_copies(ranks),
+        *about_positions(saved.ranks, grid),
+    ]
     slices, about = _slices(saved)
     recipes, faults = _recipes(slices, saved)
     places, misplaced = _placed(slices, recipes)
@@ -172,7 +177,11 @@ def _about_grid(saved: _Saved, ranks: tuple[Rank, ...]) -> Iterator[Finding]:
     wanted = (
         Position(t, p, e) for p in range(pipeline) for e in range(expert) for t in range(tensor)
     )
-    absent = [_told(position) for position in wanted if position not in saved.ranks]
+    absent = [
+        f"{_told(position)} ({folder_name(position, saved.grid)!r})"
+        for position in wanted
+        if position not in saved.ranks
+    ]
     if absent:
         text = (
             f"{len(absent)} ranks are missing: {'; '.join(absent[:10])}. Their layers and slices "

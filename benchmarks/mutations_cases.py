@@ -1,0 +1,111 @@
+"""``drawn``: the case of a number, which depends on the seed and that number only."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from random import Random
+from tempfile import TemporaryDirectory
+
+import mutations_adapter
+import mutations_config
+import mutations_index
+import mutations_layout
+import mutations_names
+import mutations_ranks
+import mutations_values
+from mutations_copy import Copy
+from mutations_files import write_files
+from mutations_judge import Load, Verdict, judged, ours
+from mutations_kinds import KINDS
+from mutations_subjects import SUBJECTS, Subject, subject_named
+
+__all__ = ["Case", "drawn", "made", "run"]
+
+_GROUPS = (
+    mutations_names,
+    mutations_values,
+    mutations_layout,
+    mutations_index,
+    mutations_config,
+    mutations_ranks,
+    mutations_adapter,
+)
+"""The modules that enter kinds when they are imported."""
+TWO_AT_ONCE = 0.15
+ON_DISK = 0.15
+
+
+@dataclass(frozen=True)
+class Case:
+    """One damaged checkpoint."""
+
+    number: int
+    kinds: tuple[str, ...]
+    subject: Subject
+    copy: Copy
+    device: str
+
+    def told(self) -> str:
+        """Say what was done, in one line."""
+        done = "; ".join(self.copy.done)
+        return f"{' + '.join(self.kinds)} on {self.subject.name} ({self.device}): {done[:600]}"
+
+
+def drawn(
+    seed: int,
+    number: int,
+    *,
+    kinds: Collection[str] = (),
+    subjects: Collection[str] = (),
+) -> Case | None:
+    """Return the case *number* of *seed*; None if it is not of these *kinds* and *subjects*."""
+    chance = Random(f"{seed}/{number}")
+    count = 2 if chance.random() < TWO_AT_ONCE else 1
+    chosen = tuple(chance.choice(sorted(KINDS)) for _ in range(count))
+    device = "disk" if chance.random() < ON_DISK else "cpu"
+    order = chance.sample(sorted(SUBJECTS), len(SUBJECTS))
+    if kinds and not {*chosen} <= {*kinds}:
+        return None
+    for name in order:
+        case = made(chosen, name, chance.random(), number=number, device=device)
+        if case is not None:
+            return case if not subjects or name in subjects else None
+    return None
+
+
+def made(
+    kinds: Sequence[str], subject: str, seed: object, *, number: int = 0, device: str = "cpu"
+) -> Case | None:
+    """Return *subject* damaged in these ways; None if it has nothing of the kind."""
+    found = subject_named(subject)
+    copy = Copy(found, Random(f"{subject}/{seed}"))
+    for kind in kinds:
+        if not KINDS[kind].apply(copy):
+            return None
+    if copy.files == dict(found.files):
+        return None
+    return Case(number, tuple(kinds), found, copy, device)
+
+
+@cache
+def usual(subject: str, device: str) -> tuple[str, ...]:
+    """Return what is said of the right checkpoint."""
+    right = subject_named(subject)
+    with TemporaryDirectory() as folder:
+        write_files(Path(folder), right.files)
+        verdict = judged(right, Path(folder), Copy(right, Random(0)), usual=(), device=device)
+    if verdict.outcome != "harmless":
+        raise RuntimeError(f"{subject!r} is not right to begin with: {verdict}")
+    return verdict.said
+
+
+def run(case: Case, folder: Path, *, load: Load = ours) -> Verdict:
+    """Write the damaged files to *folder*, load them, and return the verdict."""
+    write_files(folder, case.copy.files)
+    said = usual(case.subject.name, case.device)
+    return judged(
+        case.subject, folder, case.copy, usual=said, device=case.device, load=load
+    )  # fmt: skip

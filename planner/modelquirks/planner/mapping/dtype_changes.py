@@ -1,0 +1,116 @@
+"""Dtypes that are not what the rest of the checkpoint or the model lets one expect.
+
+A header may say BF16 of values that are F16, and a tensor may have been stored anew in another
+dtype than its siblings. Both load without an error, with wrong values. Of that headers show no
+more than that a dtype is odd, so it is said.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
+from typing import NamedTuple
+
+from modelquirks.planner.checkpoint.manifest import MARK, Manifest
+from modelquirks.planner.dtypes import BITS, is_float
+from modelquirks.planner.finding import Finding
+from modelquirks.planner.mapping.wholes import Account
+from modelquirks.quirks.family import Family
+
+__all__ = ["dtype_changes"]
+
+_HALVES = frozenset({"F16", "BF16"})
+_LISTED = 10
+
+
+class _Read(NamedTuple):
+    """Stored tensors that are read for a model tensor of another dtype."""
+
+    stored: str
+    planned: str
+    count: int
+    names: Iterable[str]
+
+
+def dtype_changes(account: Account, manifest: Manifest, *, asked: str | None) -> Iterator[Finding]:
+    """Yield the families that are stored in several dtypes, and the casts that nobody *asked* for.
+
+    Packed codes are no concern of this, nor what an adapter adds.
+    """
+    yield from _uneven(account, manifest)
+    casts: dict[tuple[str, str], tuple[int, list[str]]] = {}
+    for stored, planned, count, names in () if asked is not None else _reads(account, manifest):
+        n, first = casts.get((stored, planned), (0, []))
+        first += islice(names, _LISTED - len(first))
+        casts[stored, planned] = n + count, first
+    for (stored, planned), (n, first) in casts.items():
+        yield _cast(stored, planned, n, first)
+
+
+def _cast(stored: str, planned: str, count: int, names: Sequence[str]) -> Finding:
+    text = f"{_listed(map(repr, names), count)}: stored as {stored}, cast to {planned} as the model"
+    if {stored, planned} == _HALVES:
+        text += (
+            " has it. Neither holds all values of the other. If config.json or the model has the "
+            "wrong dtype, change that; if the header has, the values are wrong"
+        )
+        return Finding("dtype-cast", "warning", text)
+    return Finding("dtype-cast", "info", f"{text} has it")
+
+
+def _reads(account: Account, manifest: Manifest) -> Iterator[_Read]:
+    """Yield what is read in one float of 16 bits or more and wanted in another."""
+    for whole in account.wholes:
+        for part in whole.reads:
+            planned, packed = whole.fit.type.dtype, whole.fit.scheme is not None
+            if (told := _both(part.type.dtype, planned, packed=packed)) is not None:
+                count = len(part.family.names) if part.is_all else len(part.rows)
+                yield _Read(*told, count, part.names)
+    for found in account.judged.values():
+        for name in found.reads if found.fit.node is not None else ():
+            stored, planned = manifest.tensors[name].dtype, found.fit.type.dtype
+            told = _both(stored, planned, packed=found.fit.scheme is not None)
+            if told is not None and not name.startswith(MARK):
+                yield _Read(*told, 1, [name])
+
+
+def _both(stored: str | None, planned: str | None, *, packed: bool) -> tuple[str, str] | None:
+    """Return both dtypes if a cast says anything: scales of packed weights may well be F32."""
+    if stored is None or planned is None or stored == planned:
+        return None
+    if not (_is_plain(stored) and _is_plain(planned)) or (packed and stored not in _HALVES):
+        return None
+    return stored, planned
+
+
+def _is_plain(dtype: str | None) -> bool:
+    return dtype is not None and is_float(dtype) and BITS[dtype] >= 16
+
+
+def _uneven(account: Account, manifest: Manifest) -> Iterator[Finding]:
+    """Yield the tensors of another dtype than most of their family, as far as they are used."""
+    odd: list[str] = []
+    for template, types in manifest.uneven_types.items():
+        odd += _minority(manifest.families[template], [dtype for dtype, _ in types])
+    used = account.used.names if odd else set[str]()
+    odd = [name for name in odd if name in used]
+    if odd:
+        each = (f"{name!r} ({manifest.tensors[name].dtype})" for name in odd[:_LISTED])
+        text = (
+            f"{_listed(each, len(odd))}: of another dtype than most of their kind. If they were "
+            "not trained so, their values were cut, or the header is wrong"
+        )
+        yield Finding("dtype-uneven", "warning", text)
+
+
+def _minority(family: Family, dtypes: Sequence[str | None]) -> list[str]:
+    if len({*dtypes}) < 2 or not all(map(_is_plain, dtypes)):
+        return []
+    ((usual, _),) = Counter(dtypes).most_common(1)
+    return [name for name, dtype in zip(family.names, dtypes, strict=True) if dtype != usual]
+
+
+def _listed(names: Iterable[str], count: int) -> str:
+    text = ", ".join(names)
+    return f"{text} … and {count - _LISTED} more" if count > _LISTED else text
