@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from modelquirks.planner.checkpoint.json_text import JsonProblem, read_json
 from modelquirks.planner.dtypes import BITS, is_float, torch_name
+from modelquirks.planner.export.exportreport import ExportError
 
 __all__ = ["CONFIG", "SideFile", "is_ours", "side_files"]
 
@@ -53,14 +54,20 @@ def side_files(
     written, among floats that are not packed; transformers loads in the dtype that is named there.
     *plain*: packed weights were made plain, so it must not say that they are packed.
     """
-    found = [
-        SideFile(name, (root / name).read_bytes())
-        for name in sorted(_NAMES)
-        if (root / name).is_file()
-    ]
+    found = [SideFile(n, _read(root / n)) for n in sorted(_NAMES) if (root / n).is_file()]
     if not changed:
         return found
     return [_adapted(f, root, dtypes, plain=plain) if f.name == CONFIG else f for f in found]
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise ExportError(
+            f"{str(path)!r} belongs beside the weights and cannot be read: "
+            f"{error.strerror or error}. Nothing was written"
+        ) from error
 
 
 def _adapted(file: SideFile, root: Path, dtypes: Mapping[str, int], *, plain: bool) -> SideFile:
