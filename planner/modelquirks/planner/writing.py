@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-import secrets
 from pathlib import Path
+
+from modelquirks.planner.execution import wholefile
+from modelquirks.planner.finding import Finding
+from modelquirks.planner.tell import tell
 
 __all__ = ["write_whole"]
 
 
 def write_whole(target: Path, text: str) -> None:
-    """Write a file whole or not at all; an OSError names *target*.
+    """Write a file whole or not at all, safe on the disk; an OSError names *target*.
 
-    A link at *target* is replaced and not followed, and the name of the file that becomes it cannot
-    be known beforehand: the folder may be one that somebody else has filled.
+    What dead processes left unfinished beside it is removed, and that is logged.
     """
-    partial = target.with_name(f".{target.name}.{secrets.token_hex(8)}.part")
     try:
-        with partial.open("x", encoding="utf-8") as file:
-            file.write(text)
-        partial.replace(target)
+        cleared = wholefile.clear_partials(target)
+        wholefile.write_whole(target, [text.encode("utf-8")])
     except OSError as error:
-        partial.unlink(missing_ok=True)
         raise type(error)(error.errno, error.strerror, str(target)) from error
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise
+    words = (f"{str(path)!r}, which a process left that died, was removed" for path in cleared)
+    tell(Finding("partial-cleared", "info", text) for text in words)

@@ -31,7 +31,7 @@ class _Worker:
         self._closed = False
 
     def submit(self, job: _Job) -> bool:
-        """Have the thread do *job*; False if the interpreter is ending."""
+        """Have the thread do *job*; False if the interpreter is ending, or there is no thread."""
         with self._guard:
             if self._closed:
                 return False
@@ -41,7 +41,12 @@ class _Worker:
                 self._thread = threading.Thread(
                     target=self._run, name="modelquirks-ahead", daemon=True
                 )
-                self._thread.start()
+                try:
+                    self._thread.start()
+                except RuntimeError:  # the system has no room for another: nothing is made ahead
+                    self._thread = None
+                    self._jobs = queue.SimpleQueue()
+                    return False
             return True
 
     def close(self) -> None:

@@ -77,7 +77,12 @@ def materialize(
         folder=store.path,
         readers=dict.fromkeys(tensors, Reader(store.path, tensors)),
         bytes_written=n_written,
-        notes=(*_damage(store, before), *_stale(store), _outcome(store, len(made), n_written)),
+        notes=(
+            *_cleared(store),
+            *_damage(store, before),
+            *_stale(store),
+            _outcome(store, len(made), n_written),
+        ),
     )
 
 
@@ -176,6 +181,12 @@ def _damage(store: OffloadStore, contents: Contents) -> Iterator[Finding]:
     for name, fault in contents.faults.items():
         text = f"{str(store.path / name)!r} {fault}: it is not used, what is needed was made anew"
         yield Finding("materialized-damaged", "warning", text)
+
+
+def _cleared(store: OffloadStore) -> Iterator[Finding]:
+    for name in store.cleared:
+        text = f"'{store.path / name}', which a process left that died, was removed"
+        yield Finding("materialized-cleared", "info", text)
 
 
 def _stale(store: OffloadStore) -> Iterator[Finding]:

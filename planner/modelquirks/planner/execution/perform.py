@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Generator, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -19,9 +19,12 @@ from modelquirks.planner.digest.digest import Digest
 from modelquirks.planner.digest.planned import sealed
 from modelquirks.planner.execution.ahead import AHEAD_BYTES
 from modelquirks.planner.execution.execute import ExecutionReport, execute
-from modelquirks.planner.execution.loaditem import LoadItem
+from modelquirks.planner.execution.loading import MORE_MEMORY
+from modelquirks.planner.execution.loaditem import ExecutionError, LoadItem
 from modelquirks.planner.execution.loadoptions import LoadOptions, Verify
 from modelquirks.planner.execution.materialize import forecast
+from modelquirks.planner.execution.nomemory import with_memory
+from modelquirks.planner.execution.openfile import known_of
 from modelquirks.planner.execution.progress import Progress
 from modelquirks.planner.execution.reader import Reader
 from modelquirks.planner.execution.slots import find_slots
@@ -95,7 +98,7 @@ def perform(
     target = None
     if materialize and offload_folder is not None:
         target = _target(offload_folder, plan, manifest, registry)
-    with computed(plan, model, registry):
+    with _with_memory(plan), computed(plan, model, registry):
         report = execute(
             model,
             items,
@@ -111,9 +114,15 @@ def perform(
             room=_room(plan, plan.placement.main_device),
             loading=loading,
             seal=seal,
+            known=known_of(manifest.shards),
             **options,
         )
     return replace(report, notes=(*told, *report.notes))
+
+
+def _with_memory(plan: Plan) -> AbstractContextManager[None]:
+    text = f"there was not enough memory to load {plan.shown!r}: {MORE_MEMORY}"
+    return with_memory(ExecutionError, text)
 
 
 def _room(plan: Plan, device: Device | None) -> int | None:
@@ -149,9 +158,9 @@ def computed(plan: Plan, model: torch.nn.Module, registry: Registry) -> Generato
     empty = [name for name in absent if name in slots and slots[name].tensor.is_meta]
     library = registry.library(model, list(slots)) if empty else None
     values = {} if library is None else library[0].computed(empty)
-    for name, value in values.items():
-        slots[name].put(value)
     try:
+        for name, value in values.items():
+            slots[name].put(value)
         yield
     except BaseException:
         for name in values:

@@ -39,8 +39,11 @@ def run(
     started: list[threading.Thread] = []
     try:
         for thread in threads:
-            thread.start()
+            if not _is_started(thread):
+                break
             started.append(thread)
+        if not started:
+            pool.worker(before)
         for thread in started:
             thread.join()
     except BaseException as error:
@@ -50,6 +53,15 @@ def run(
     if pool.failure is not None:
         raise pool.failure
     return pool.peak
+
+
+def _is_started(thread: threading.Thread) -> bool:
+    """Start *thread*; False if the system has no room for another: fewer do the work then."""
+    try:
+        thread.start()
+    except RuntimeError:  # CPython's "can't start new thread"
+        return False
+    return True
 
 
 def available_cpus() -> int:

@@ -16,6 +16,7 @@ from modelquirks.planner.execution.evaluate import node_type
 from modelquirks.planner.execution.loading import in_order, load
 from modelquirks.planner.execution.loaditem import ExecutionError, LoadItem
 from modelquirks.planner.execution.loadoptions import LoadOptions
+from modelquirks.planner.execution.openfile import known_of
 from modelquirks.planner.execution.passing import PassingReader
 from modelquirks.planner.execution.perform import unchanged
 from modelquirks.planner.execution.preflight import needs
@@ -65,7 +66,8 @@ class WeightStream:
         manifest = unchanged(plan)
         self._root, self._tensors = manifest.root, manifest.readable
         self._schemes = (plan.registry or Registry.load()).schemes
-        self._keeper = Reader(self._root, self._tensors)
+        self._known = known_of(manifest.shards)
+        self._keeper = self._reader()
         items = list(planned_items(plan, self._keeper, self._schemes))
         called = _called(items, None if names is None else list(names), ties)
         self._items = in_order((item for item in items if item.name in called), self._tensors)
@@ -93,7 +95,7 @@ class WeightStream:
         that names the tensor if it cannot be made, or its file was written to meanwhile.
         """
         for batch in batches(self._items, _BATCH):
-            reader = Reader(self._root, self._tensors)  # its mappings last as long as views of it
+            reader = self._reader()  # its mappings last as long as views of it
             made = self._made([item for item in batch if not self._is_view(item)])
             for item in batch:
                 tensor = made.pop(item.name, None)
@@ -101,6 +103,10 @@ class WeightStream:
                     tensor = self._viewed(item, reader)
                 yield from ((name, tensor) for name in self._called[item.name])
                 del tensor  # nothing is kept here while the next one is made
+
+    def _reader(self) -> Reader:
+        copies = self._options.copy
+        return Reader(self._root, self._tensors, known=self._known, copies=copies)
 
     def _check(self) -> None:
         """Raise for every file that lacks something, before the first tensor is given."""
@@ -131,7 +137,8 @@ class WeightStream:
         for item in items:
             for name in needs(item):
                 self._keeper.look(name)
-        reader = PassingReader(self._root, self._tensors)
+        copies = self._options.copy
+        reader = PassingReader(self._root, self._tensors, known=self._known, copies=copies)
 
         def write(item: LoadItem, region: Region, out: torch.Tensor) -> None:
             try:

@@ -12,6 +12,7 @@ from modelquirks.planner.checkpoint.confined import confined
 from modelquirks.planner.checkpoint.file_kind import look
 from modelquirks.planner.checkpoint.json_text import MAX_JSON_BYTES, JsonProblem, read_json
 from modelquirks.planner.dtypes import BITS, is_float, torch_name
+from modelquirks.planner.export.exportreport import ExportError
 from modelquirks.planner.finding import Finding
 
 __all__ = ["CONFIG", "SideFile", "about_left_out", "is_ours", "side_files"]
@@ -57,7 +58,7 @@ def side_files(
     *plain*: packed weights were made plain, so it must not say that they are packed.
     """
     kept = (name for name in sorted(_NAMES) if (root / name).is_file() and not _why_not(root, name))
-    found = [SideFile(name, (root / name).read_bytes()) for name in kept]
+    found = [SideFile(name, _read(root / name)) for name in kept]
     if not changed:
         return found
     return [_adapted(f, root, dtypes, plain=plain) if f.name == CONFIG else f for f in found]
@@ -80,6 +81,16 @@ def _why_not(root: Path, name: str) -> str:
     if seen.size_bytes > MAX_JSON_BYTES:
         return f"it has {seen.size_bytes:,} bytes"
     return seen.trouble
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise ExportError(
+            f"{str(path)!r} belongs beside the weights and cannot be read: "
+            f"{error.strerror or error}. Nothing was written"
+        ) from error
 
 
 def _adapted(file: SideFile, root: Path, dtypes: Mapping[str, int], *, plain: bool) -> SideFile:

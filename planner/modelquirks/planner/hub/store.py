@@ -8,9 +8,7 @@ whole are in huggingface_hub's own cache and not here.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import quote
@@ -19,6 +17,7 @@ from huggingface_hub import constants
 from huggingface_hub.file_download import repo_folder_name
 
 from modelquirks.planner.checkpoint.index import leaves_folder
+from modelquirks.planner.execution.wholefile import clear_partials, write_whole
 from modelquirks.planner.hub.client import COMMIT, Listed
 from modelquirks.planner.hub.spans import Spans
 
@@ -90,15 +89,11 @@ class Store:
 
     def _write(self, path: Path, parts: Iterable[bytes]) -> None:
         """Write a file whole or not at all."""
-        partial = path.with_name(f"{path.name}.{os.getpid()}")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            with partial.open("wb") as file:
-                file.writelines(parts)
-            partial.replace(path)
+            clear_partials(path)
+            write_whole(path, parts, durable=False)
         except OSError as error:
-            with suppress(OSError):
-                partial.unlink(missing_ok=True)
             self.trouble = f"{error.filename or str(path)!r}: {error.strerror or error}"
 
 
