@@ -456,7 +456,7 @@ PLANS = st.builds(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(plan=PLANS)
 def test_any_plan_keeps_it_and_comes_back_as_it_was(
     plan: Plan, tmp_path_factory: pytest.TempPathFactory
