@@ -205,7 +205,9 @@ class Plan:
         """
         data = _data(Path(path))
         if (fault := _no_plan(data)) is not None:
-            raise PlanError(f"{str(path)!r} {fault}; save one with `modelquirks plan … -o FILE`")
+            raise PlanError(f"{str(path)!r} {fault}")
+        if faults := list(_key_faults(data)):
+            raise PlanError(f"{str(path)!r} is damaged: {'; '.join(faults)}")
         try:
             plan = _from_json(cls, data, checkpoint)
             faults = [
@@ -215,7 +217,8 @@ class Plan:
                 raise TypeError("; ".join(faults[:10]))
             return plan
         except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
-            raise PlanError(f"{str(path)!r} is damaged: {error!r}") from error
+            lacks = f"it lacks {error}" if isinstance(error, KeyError) else repr(error)
+            raise PlanError(f"{str(path)!r} is damaged: {lacks}") from error
 
     def execute(self, model: torch.nn.Module, **options: Any) -> torch.nn.Module:
         """Load the planned tensors into *model*, dispatch it, verify it, and return it.
@@ -315,6 +318,9 @@ def _listed(title: str, lines: Sequence[str]) -> str:
     return "\n- ".join((title, *lines[:10], *more))
 
 
+_ANEW = "make the plan anew with `modelquirks plan … -o FILE`"
+
+
 def _data(path: Path) -> Any:
     """Return the JSON in the file *path*; PlanError if there is none, or a key of it is twice."""
     found, raw = read_json(path)
@@ -342,12 +348,43 @@ def _outside(plan: Plan) -> Iterator[str]:
 def _no_plan(data: object) -> str | None:
     """Return what *data*, the JSON of a file, is instead of a plan; None if it is one."""
     if not isinstance(data, dict) or "schema" not in data:
-        return "is no plan: it has no 'schema'"
-    if data["schema"] != SCHEMA:
-        return f"is of schema {data['schema']!r}, this version reads plans of schema {SCHEMA}"
-    if "execution" not in data:
-        return "is only a report, as --json prints it: it does not say how to load"
+        return f"is no plan: it has no 'schema'; {_ANEW}"
+    number: object = data["schema"]
+    if isinstance(number, bool) or number != SCHEMA:
+        newer = isinstance(number, int) and number > SCHEMA
+        way_out = f"update modelquirks, or {_ANEW}" if newer else _ANEW
+        return f"is of schema {number!r}, this version reads plans of schema {SCHEMA}: {way_out}"
+    if not isinstance(data.get("execution"), dict):
+        return (
+            "is only a report, as --json prints it: it does not say how to load; save a plan with "
+            "`modelquirks plan … -o FILE`"
+        )
     return None
+
+
+_REPORT = frozenset(
+    ("schema", "checkpoint", "model", "quirks", "audit", "placement", "findings", "ok")
+)
+_EXECUTION = frozenset(
+    (
+        *("root", "path", "shards", "layout", "recipes", "aliases", "compare", "devices"),
+        *("audit", "findings", "placing", "placement_findings", "options"),
+    )
+)
+_LATER = {"the plan": {"adapter"}, "'execution'": {"hub", "opening", "adapter"}}
+"""What plans need not have: some never do, others were made before there was such a thing."""
+
+
+def _key_faults(data: Mapping[str, Any]) -> Iterator[str]:
+    """Yield which keys a plan lacks, and which it has that nobody here knows the meaning of."""
+    for what, given, needed in (
+        ("the plan", data.keys() - {"execution"}, _REPORT),
+        ("'execution'", data["execution"].keys(), _EXECUTION),
+    ):
+        if lacking := sorted(needed - given):
+            yield f"{what} lacks {shown(lacking)}"
+        if unknown := sorted(given - needed - _LATER[what]):
+            yield f"{what} has keys that this version does not know: {shown(unknown)}"
 
 
 def _shard_json(shard: Shard) -> dict[str, Any]:
