@@ -10,8 +10,8 @@ many have a wrong proposal; and of the tensors, how many are certain, and how ma
 With ``--drop`` a share of the modules is taken away, independently on each side, so that much of
 what is left has no counterpart: what is certain must still be right.
 
-With ``--real`` the same for real checkpoints of full size: those manifests in FOLDER whose mapping is
-known; the others are listed with the reason. Exits 1 if anything certain is wrong.
+With ``--real`` the same for real checkpoints of full size: those manifests in FOLDER whose mapping
+is known; the others are listed with the reason. Exits 1 if anything certain is wrong.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def _run(listings: Iterable[Listing], share: float, seed: int) -> dict[str, Any]
         need, state = state_of(verdicts)
         states.setdefault(need, Counter())[state] += 1
         tensors.update(verdicts.values())
-        if state != "right":
+        if state == "certain and wrong" or (state != "right" and not share):
             print(f"  {listing.name}: {state}", file=sys.stderr)
     for need, counts in sorted(states.items()):
         total = counts.total()

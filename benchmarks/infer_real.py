@@ -1,8 +1,9 @@
 """Real checkpoints for the benchmark of inference: manifests whose mapping is known.
 
-The mapping is that of a plan with all plugins, into the class of transformers that config.json names
-or, for code that comes with the checkpoint, the one of `real_models.py`; only where every tensor of
-both sides is accounted for. Shapes follow from it (`infer_shapes.py`), as an index has none.
+The mapping is that of a plan with all plugins, into the class of transformers that config.json
+names or, for code that comes with the checkpoint, the one of `real_models.py`; only where every
+tensor of both sides is accounted for. Shapes follow from it (`infer_shapes.py`), as an index has
+none.
 """
 
 from __future__ import annotations
@@ -21,7 +22,14 @@ from modelquirks.planner.checkpoint.open import open_manifest
 from modelquirks.planner.mapping.recipes import concrete
 from modelquirks.planner.model.from_module import skeleton_of
 from modelquirks.quirks.recipe import (
-    Cast, Dequantize, Merge, Node, Opaque, TensorType, mapped, nodes,
+    Cast,
+    Dequantize,
+    Merge,
+    Node,
+    Opaque,
+    TensorType,
+    mapped,
+    nodes,
 )  # fmt: skip
 from modelquirks.quirks.registry import ModelBuildError
 
@@ -32,7 +40,7 @@ if TYPE_CHECKING:
     from modelquirks.planner.checkpoint.manifest import Manifest
     from modelquirks.planner.model.skeleton import Skeleton
 
-__all__ = ["Left", "real_listings"]
+__all__ = ["Left", "listing_of", "real_listings"]
 
 
 class Left(NamedTuple):
@@ -46,10 +54,11 @@ def real_listings(folder: Path) -> Iterator[Listing | Left]:
     """Yield the listing of each manifest below *folder*, or why there is none."""
     dispatcher = Dispatcher()
     for place in sorted(p for p in folder.iterdir() if p.is_dir()):
-        yield _listing(place, dispatcher)
+        yield listing_of(place, dispatcher)
 
 
-def _listing(folder: Path, dispatcher: Dispatcher) -> Listing | Left:
+def listing_of(folder: Path, dispatcher: Dispatcher) -> Listing | Left:
+    """Return the listing of the manifest *folder*, or why there is none."""
     manifest = open_manifest(folder)
     if not manifest.tensors:
         return Left(folder.name, "no names: " + ", ".join(f.code for f in manifest.findings))

@@ -1,8 +1,8 @@
 """Shapes of stored tensors, from the recipes that read them and the shapes of what these make.
 
-An index of a real checkpoint has names only. What its plan makes of a tensor tells how it is shaped:
-a stacked parameter is cut into its elements, a slice says where it lies, and all slices together say
-how long the whole is. Where that leaves a choice, :class:`AmbiguousError` says where.
+An index of a real checkpoint has names only. What its plan makes of a tensor tells how it is
+shaped: a stacked parameter is cut into its elements, a slice says where it lies, and all slices
+together say how long the whole is. Where that leaves a choice, :class:`AmbiguousError` says where.
 """
 
 from __future__ import annotations

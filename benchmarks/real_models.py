@@ -25,6 +25,8 @@ from transformers import (
     PhiForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen3_5MoeForCausalLM,
+    Qwen3_5MoeTextConfig,
 )
 
 __all__ = ["MAKERS", "shape_of"]
@@ -115,6 +117,11 @@ def gpt_j_of(_: Config) -> nn.Module:
     return GPTJForCausalLM(GPTJConfig())
 
 
+def qwen_3_5_text_of(config: Config) -> nn.Module:
+    """Return the text model whose config stands under the name of the class for images."""
+    return Qwen3_5MoeForCausalLM(Qwen3_5MoeTextConfig.from_dict(config))
+
+
 MAKERS: Mapping[str, Callable[[Config], nn.Module]] = {
     "qwen-7b-chat-cantonese": qwen_1_of,
     "qwen-7b-chat-int4-gptq": qwen_1_of,
@@ -127,6 +134,8 @@ MAKERS: Mapping[str, Callable[[Config], nn.Module]] = {
     "falcon-40b": falcon_of,
     "minimax-m1-456b": minimax_of,
     "gpt-j-6b": gpt_j_of,
+    "qwen3.5-18b-reap-a3b": qwen_3_5_text_of,
+    "qwen3.5-25b-reap-a3b-v2": qwen_3_5_text_of,
 }
 """Name of the manifest → its model, from its config."""
 
