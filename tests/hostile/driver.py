@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 PROCESSES = ("os.system", "os.exec", "os.fork", "os.forkpty", "os.posix_spawn", "os.spawn")
-CALLS = (*PROCESSES, "subprocess.Popen", "pty.spawn", "ctypes.dlopen", "pickle.find_class")
+CALLS = (*PROCESSES, "subprocess.Popen", "pty.spawn", "pickle.find_class")
 NETWORK = ("socket.connect", "socket.getaddrinfo", "socket.gethostbyname", "socket.sendto")
 WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 
@@ -35,6 +35,8 @@ def hook(name: str, args: tuple[Any, ...]) -> None:
             events.append((kind, os.path.realpath(os.fsdecode(args[0]))))
         elif name == "import":
             events.append(("import", str(args[0])))
+        elif name == "ctypes.dlopen":
+            events.append(("exec", str(args[0])))
         elif name == "exec":
             events.append(("exec", str(getattr(args[0], "co_filename", ""))))
         elif name in CALLS:
