@@ -139,10 +139,8 @@ def config_of(data: Mapping[str, Any]) -> AdapterConfig:
 def _faults(data: Mapping[str, Any]) -> Iterator[str]:
     """Yield the fields that are not of the type that they must have."""
     types: tuple[tuple[str, type | tuple[type, ...]], ...] = (
-        *(
-            (name, str)
-            for name in ("peft_type", "base_model_name_or_path", "revision", "task_type")
-        ),
+        *(("peft_type", str), ("task_type", str)),
+        *(("base_model_name_or_path", str), ("revision", str)),
         ("r", int),
         ("lora_alpha", (int, float)),
         ("rank_pattern", dict),
