@@ -12,29 +12,39 @@ import io
 import json
 import os
 import sys
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 PROCESSES = ("os.system", "os.exec", "os.fork", "os.forkpty", "os.posix_spawn", "os.spawn")
-CALLS = (*PROCESSES, "subprocess.Popen", "pty.spawn", "ctypes.dlopen", "pickle.find_class")
+CALLS = (*PROCESSES, "subprocess.Popen", "pty.spawn", "pickle.find_class")
 NETWORK = ("socket.connect", "socket.getaddrinfo", "socket.gethostbyname", "socket.sendto")
 WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+
+WATCHED = frozenset(("open", "import", "exec", "ctypes.dlopen", *CALLS, *NETWORK))
 
 events: list[tuple[str, str]] = []
 is_on = False
 
 
+@cache
+def resolved(path: str) -> str:
+    return os.path.realpath(path)
+
+
 def hook(name: str, args: tuple[Any, ...]) -> None:
     global is_on
-    if not is_on:
+    if not is_on or name not in WATCHED:
         return
     is_on = False  # what is asked here is not of interest
     try:
         if name == "open" and isinstance(args[0], str | bytes | os.PathLike):
             kind = "write" if isinstance(args[2], int) and args[2] & WRITES else "read"
-            events.append((kind, os.path.realpath(os.fsdecode(args[0]))))
+            events.append((kind, resolved(os.fsdecode(args[0]))))
         elif name == "import":
             events.append(("import", str(args[0])))
+        elif name == "ctypes.dlopen":
+            events.append(("exec", str(args[0])))
         elif name == "exec":
             events.append(("exec", str(getattr(args[0], "co_filename", ""))))
         elif name in CALLS:
