@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 from mutations_copy import Copy
-from mutations_kinds import damage
+from mutations_kinds import damage, is_companion
 from zoo_models import slots
 
 
@@ -29,10 +30,8 @@ def _models(copy: Copy) -> bool:
 def _names_of(copy: Copy) -> list[str]:
     """Return every name of both models and of the files: shapes decide which are concerned."""
     names = [*copy.subject.truth.tensors]
-    try:
+    with suppress(Exception):  # the judge will meet it, too
         names += [name for name, _ in slots(copy.subject.build(copy.config))]
-    except Exception:  # the judge will meet it, too
-        pass
     return [*names, *(place.name for place in copy.places())]
 
 
@@ -207,16 +206,9 @@ def packing_of_another_block_size(copy: Copy) -> bool:
     return copy.tell(f"weight_block_size is {size}", *_names_of(copy))
 
 
-_COMPANION = ("scale", "scales", "zeros", "g_idx", "absmax", "quant_map", "_state")
-
-
-def _is_companion(name: str) -> bool:
-    return any(part in name.rpartition(".")[2] for part in _COMPANION) or "quant_state" in name
-
-
 @damage("packing")
 def companion_missing(copy: Copy) -> bool:
-    found = copy.pick(lambda name, _: _is_companion(name))
+    found = copy.pick(lambda name, _: is_companion(name))
     if found is None:
         return False
     place, _ = found
@@ -228,7 +220,7 @@ def companion_missing(copy: Copy) -> bool:
 
 @damage("packing")
 def companion_of_another_shape(copy: Copy) -> bool:
-    found = copy.pick(lambda name, t: _is_companion(name) and t.dim() > 0 and t.shape[0] > 1)
+    found = copy.pick(lambda name, t: is_companion(name) and t.dim() > 0 and t.shape[0] > 1)
     if found is None:
         return False
     place, tensor = found

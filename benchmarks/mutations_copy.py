@@ -140,7 +140,9 @@ class Copy:
         """Put another tensor at *place*, under another *name* if there is one."""
         tensors = self.tensors(place.file)
         held = {
-            (name or place.name if key == place.name else key): tensor.clone() if key == place.name else was
+            (name or place.name if key == place.name else key): tensor.clone()
+            if key == place.name
+            else was
             for key, was in tensors.items()
         }
         self.set_tensors(place.file, held)

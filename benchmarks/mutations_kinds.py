@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from mutations_copy import Copy
 
-__all__ = ["KINDS", "Damage", "Kind", "damage"]
+__all__ = ["KINDS", "Damage", "Kind", "damage", "is_companion"]
 
 Damage = Callable[[Copy], bool]
 """Changes a copy; returns False where there is nothing of the kind to damage."""
@@ -36,3 +36,11 @@ def damage(group: str, *, unseen: bool = False) -> Callable[[Damage], Damage]:
         return apply
 
     return enter
+
+
+_COMPANION = ("scale", "scales", "zeros", "g_idx", "absmax", "quant_map", "_state")
+
+
+def is_companion(name: str) -> bool:
+    """Tell whether a tensor belongs to a packed weight and is not its codes, by its name."""
+    return any(part in name.rpartition(".")[2] for part in _COMPANION) or "quant_state" in name

@@ -174,7 +174,9 @@ def header_ranges_exchanged(copy: Copy) -> bool:
     entry["data_offsets"], other["data_offsets"] = other["data_offsets"], entry["data_offsets"]
     copy.files[file] = with_header(header, data)
     copy.may_be_unseen = True
-    return copy.tell(f"{name!r} and another exchanged in the header of {file!r}", name, *called(file))
+    return copy.tell(
+        f"{name!r} and another exchanged in the header of {file!r}", name, *called(file)
+    )
 
 
 @damage("headers")
@@ -318,7 +320,7 @@ def file_missing(copy: Copy) -> bool:
     del copy.files[file]
     folder = copy.subject.path or ""
     left = [name for name in copy.weights if name.startswith(folder)]
-    left = [] if left else ["holds no checkpoint"]
+    left = [*copy.subject.truth.tensors] if left else ["holds no checkpoint"]
     return copy.tell(f"{file!r} is not there", *called(file), *inside, *left)
 
 
@@ -329,9 +331,25 @@ def files_exchanged(copy: Copy) -> bool:
     one, other = copy.chance.sample(copy.weights, 2)
     copy.files[one], copy.files[other] = copy.files[other], copy.files[one]
     inside = [name for file in (one, other) if file in copy.flat for name in copy.tensors(file)]
-    return copy.tell(
-        f"{one!r} and {other!r} exchanged", *called(one), *called(other), *inside
-    )
+    return copy.tell(f"{one!r} and {other!r} exchanged", *called(one), *called(other), *inside)
+
+
+@damage("files", unseen=True)
+def files_of_equal_parameters_exchanged(copy: Copy) -> bool:
+    """Exchange two files that hold a parameter of one shape each, and no name (universal)."""
+    pairs = [(a, b) for a in copy.weights for b in copy.weights if a < b and _alike(copy, a, b)]
+    if not pairs:
+        return False
+    one, other = copy.chance.choice(pairs)
+    copy.files[one], copy.files[other] = copy.files[other], copy.files[one]
+    copy.may_be_unseen = True
+    return copy.tell(f"{one!r} and {other!r} exchanged", *called(one), *called(other))
+
+
+def _alike(copy: Copy, one: str, other: str) -> bool:
+    """Tell whether two files, one for each parameter, differ in their values at most."""
+    both = [copy.files[name] for name in (one, other)]
+    return all(name.endswith("/fp32.pt") for name in (one, other)) and len({*map(len, both)}) == 1
 
 
 @damage("files")
@@ -421,6 +439,6 @@ def second_checkpoint_beside(copy: Copy) -> bool:
 
 
 def called(file: str) -> tuple[str, ...]:
-    """Return what a report may call a file: with its folder, without, or by what the folder stands for."""
+    """Return what a report may call a file: with its folder, without, or by that of a rank."""
     folder = file.rpartition("/")[0].rpartition("/")[2]
     return file, file.rpartition("/")[2], folder if "rank" in folder or "." in folder else ""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 
-import torch
 from mutations_copy import Copy, Place
 from mutations_kinds import damage
 
@@ -33,7 +32,7 @@ def tensor_renamed(copy: Copy) -> bool:
         return False
     place, tensor = found
     at = copy.chance.randrange(len(place.name))
-    new = place.name[:at] + copy.chance.choice("xq_Z0о") + place.name[at + 1 :]
+    new = place.name[:at] + copy.chance.choice("xq_Z0\u043e") + place.name[at + 1 :]
     if new == place.name or new in copy.tensors(place.file):
         return False
     copy.change(place, tensor, name=new)
@@ -282,8 +281,3 @@ def untied_head_equals_embedding(copy: Copy) -> bool:
     copy.change(head[0], table[1].clone())
     copy.may_be_unseen = True
     return copy.tell("the head has the values of the embedding", "lm_head.weight")
-
-
-def zeros_like(tensor: torch.Tensor) -> torch.Tensor:
-    """Return zeros, also of dtypes without ``zeros_like``."""
-    return torch.zeros(tensor.shape, dtype=torch.float32).to(tensor.dtype)

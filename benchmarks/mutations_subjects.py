@@ -6,12 +6,13 @@ the libraries of their formats wrote. The truth of each never comes from modelqu
 
 from __future__ import annotations
 
+import copy
 import io
 import json
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -99,7 +100,12 @@ def _written(model: Any, max_shard_size: str) -> Files:
 
 def _build(config: Config) -> nn.Module:
     """Return the meta model that config.json describes, as ``--model transformers`` makes it."""
-    built = value_registry().model(config, Path())
+    return copy.deepcopy(_built(json.dumps(config)))
+
+
+@lru_cache(maxsize=64)
+def _built(config: str) -> nn.Module:
+    built = value_registry().model(json.loads(config), Path())
     if built is None:
         raise ValueError("no plugin builds the model that config.json describes")
     model: nn.Module = built[0]
@@ -119,7 +125,6 @@ def _saved(
     *,
     auto: str = "AutoModelForCausalLM",
     change: Callable[[Files], Files] = dict,
-    options: Config = {},
 ) -> Subject:
     """Return a model as ``save_pretrained`` writes it, cut at the first of *sizes*."""
     model, again = (_model(kind, settings, seed, auto=auto) for seed in (1, 2))
@@ -130,7 +135,6 @@ def _saved(
         _truth(model),
         _build,
         config=json.loads(files["config.json"]),
-        options=options,
         other=change(_written(again, sizes[0])),
         elsewhere=change(_written(again, sizes[1])),
     )
@@ -304,7 +308,8 @@ def fp8(name: str) -> Subject:
             held[wanted].tensor.data.copy_((codes.float() * grown).to(torch.bfloat16))
         return model, stored
 
-    return _packed(name, packed, {"quant_method": "fp8", "weight_block_size": [block, block]})
+    said = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [block, block]}
+    return _packed(name, packed, said)
 
 
 def _packed(
@@ -362,7 +367,7 @@ def _of_library(
         lambda _: _bare(truth),
         config=said,
         options={"dequantize": True},
-        other=written({key: tensor.reshape(-1).roll(1).view(tensor.shape) for key, tensor in tensors.items()}),
+        other=written({key: t.reshape(-1).roll(1).view(t.shape) for key, t in tensors.items()}),
     )
 
 
@@ -414,9 +419,7 @@ def _trained(folder: str, truth: str = "", *, only: str = "") -> Callable[[str],
         files = {k: v for k, v in folder_files(root).items() if not k.startswith("truth")}
         files = {k: v for k, v in files.items() if not only or k == only}
         expected = tensors_in(beside.name, beside.read_bytes())
-        return Subject(
-            name, files, Truth(expected, {}, None), lambda _: _bare(expected), path=only
-        )
+        return Subject(name, files, Truth(expected, {}, None), lambda _: _bare(expected), path=only)
 
     return make
 
@@ -529,4 +532,3 @@ SUBJECTS: Mapping[str, Callable[[str], Subject]] = {
     "gguf": gguf,
     "adapter": adapter,
 }
-

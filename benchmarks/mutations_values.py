@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from mutations_copy import Copy
-from mutations_kinds import damage
+from mutations_kinds import damage, is_companion
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _WHOLES = (torch.int32, torch.int64, torch.uint8, torch.int8)
@@ -124,10 +124,27 @@ def all_cast_to_another_float(copy: Copy) -> bool:
     named: list[str] = []
     for file in copy.flat:
         tensors = copy.tensors(file)
-        chosen = [n for n, t in tensors.items() if t.dtype in _FLOATS]
+        chosen = [n for n, t in tensors.items() if t.dtype in _FLOATS and not is_companion(n)]
         named += chosen
         copy.set_tensors(file, {n: t.to(dtype) if n in chosen else t for n, t in tensors.items()})
-    return copy.tell(f"all cast to {dtype}", *named)
+    return bool(named) and copy.tell(f"all cast to {dtype}", *named)
+
+
+@damage("dtypes", unseen=True)
+def all_scales_cast(copy: Copy) -> bool:
+    """Store every scale of packed weights in another float: formats allow several."""
+    found = copy.pick(lambda n, t: t.dtype in _FLOATS and is_companion(n))
+    if found is None:
+        return False
+    dtype = copy.chance.choice([d for d in _FLOATS if d != found[1].dtype])
+    for file in copy.flat:
+        held = copy.tensors(file).items()
+        copy.set_tensors(
+            file,
+            {n: t.to(dtype) if t.dtype in _FLOATS and is_companion(n) else t for n, t in held},
+        )
+    copy.may_be_unseen = True
+    return copy.tell(f"all scales cast to {dtype}", *copy.subject.truth.tensors)
 
 
 @damage("dtypes")

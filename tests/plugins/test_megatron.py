@@ -313,7 +313,9 @@ def test_files_in_the_folders_of_other_ranks_are_named(
 
 def test_a_file_that_is_a_copy_of_another_ranks_is_named(tmp_path: Path) -> None:
     folder = Path(shutil.copytree(DATA / "tp2_pp2", tmp_path / "copy")) / "iter_0000010"
-    one, other = (folder / f"mp_rank_{name}" / "model_optim_rng.pt" for name in ("00_001", "01_001"))
+    one, other = (
+        folder / f"mp_rank_{name}" / "model_optim_rng.pt" for name in ("00_001", "01_001")
+    )
     shutil.copy(one, other)
     told = errors(open_manifest(folder.parent, registry))["rank-copied"]
     assert "mp_rank_00_001" in told and "mp_rank_01_001" in told

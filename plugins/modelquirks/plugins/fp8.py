@@ -210,6 +210,22 @@ class Fp8Block(Scaled):
     pairs: tuple[str, ...] = ("I8", "U8")
     usual_block: int | None = 128
 
+    def settings(self, config: Mapping[str, Any], weight: str) -> Settings:
+        """Return what :class:`Scaled` does, and the ``fmt`` of the codes where it is stated."""
+        said = text(declared(config), "fmt")
+        return {**super().settings(config, weight), **({"fmt": said} if said else {})}
+
+    def infer(self, parts: Mapping[str, TensorType], settings: Settings) -> TensorType:
+        """As :class:`Scaled`; RecipeError too for codes of another ``fmt`` than config.json has."""
+        made = super().infer(parts, settings)
+        said, found = str(settings.get("fmt", ""))[:4].upper(), parts[self.code_role].dtype or ""
+        if said in ("E4M3", "E5M2") and found in _FLOATS and not found.startswith(f"F8_{said}"):
+            raise RecipeError(
+                f"{self.code_role} is {found}, and quantization_config of config.json says fmt "
+                f"{settings['fmt']!r}: one of them is wrong, and so would be the values"
+            )
+        return made
+
 
 def _is_byte(codes: Any) -> bool:
     return codes.element_size() == 1 and not codes.dtype.is_floating_point

@@ -105,7 +105,8 @@ def _uneven(account: Account, manifest: Manifest) -> Iterator[Finding]:
 
 
 def _minority(family: Family, dtypes: Sequence[str | None]) -> list[str]:
-    if len({*dtypes}) < 2 or not all(map(_is_plain, dtypes)):
+    eight = all((dtype or "").startswith("F8_E") for dtype in dtypes)
+    if len({*dtypes}) < 2 or not (eight or all(map(_is_plain, dtypes))):
         return []
     ((usual, _),) = Counter(dtypes).most_common(1)
     return [name for name, dtype in zip(family.names, dtypes, strict=True) if dtype != usual]

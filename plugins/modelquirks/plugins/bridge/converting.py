@@ -199,10 +199,10 @@ class Converting:
 
 
 def _sorted(names: Sequence[str]) -> tuple[str, ...]:
-    """Return *names* in the order of transformers, but by number where one naming has two spellings.
+    """Return *names* in the order in which transformers takes them.
 
-    transformers sorts whole names, so that of experts some of which lack the prefix of the rest
-    (``layers.0…3``, ``model.layers.0…1``) it stacks 3 before 1.
+    Except where some lack the prefix of the rest (``layers.0…3``, ``model.layers.0…1``): it sorts
+    whole names, and stacks expert 3 before 1. Then numbers count.
     """
     templates = {template_of(name) for name in names}
     shortest = min(templates, key=len)

@@ -8,16 +8,18 @@ and tied names, which are in the model files that were copied beside.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
-from modelquirks.planner.checkpoint.manifest import StoredTensor
+from modelquirks.planner.checkpoint.fingerprint import copies_among
+from modelquirks.planner.checkpoint.manifest import Shard, StoredTensor
 from modelquirks.planner.finding import Finding, shown
 from modelquirks.plugins.deepspeed.assemble import Assembly, masters, training
 from modelquirks.plugins.deepspeed.files import StateName
 from modelquirks.plugins.deepspeed.grid import Grid
 from modelquirks.plugins.deepspeed.parameter import Fragment, Origin, Parameter
 from modelquirks.plugins.deepspeed.pieces import numel
-from modelquirks.plugins.deepspeed.saved import Placed, Shapes, mapping, read_saved
+from modelquirks.plugins.deepspeed.saved import Placed, SavedState, Shapes, mapping, read_saved
 
 __all__ = ["read_universal"]
 
@@ -33,9 +35,12 @@ def read_universal(folder: Path, grid: Grid) -> tuple[Assembly, tuple[Finding, .
     shapes: Shapes = {k: v for f in facts for group in f.groups or () for k, v in group.items()}
     frozen = {name for f in facts for name in f.frozen_shapes or ()}
     buffers = {name for f in facts for name in f.buffers}
+    files: list[Shard] = []
     for path in sorted(path for path in (folder / "zero").iterdir() if path.is_dir()):
         name, shard = path.name, f"zero/{path.name}/fp32.pt"
-        placed = _placed(path, shard)
+        state = read_saved(path, StateName("fp32.pt", "model"), shard=shard)
+        files.append(replace(state.shard, name=shard))
+        placed = _placed(name, state)
         findings += placed.findings
         fragment = _fragment(placed.tensors.get(name), shapes.get(name) if grid.tp == 1 else None)
         if fragment is None:
@@ -57,12 +62,14 @@ def read_universal(folder: Path, grid: Grid) -> tuple[Assembly, tuple[Finding, .
     if lacking:
         text = f"'zero' has no folder for {len(lacking)} trained parameters: {shown(lacking)}."
         findings.append(Finding("parameter-missing", "error", text))
+    for names in copies_among(files):
+        text = f"{shown(names)} are one and the same file: these parameters have equal values."
+        findings.append(Finding("equal-files", "info", text))
     return found, tuple(findings)
 
 
-def _placed(path: Path, shard: str) -> Placed:
-    state = read_saved(path, StateName("fp32.pt", "model"), shard=shard)
-    placed = state.place({path.name: state.value.get("param")})
+def _placed(name: str, state: SavedState) -> Placed:
+    placed = state.place({name: state.value.get("param")})
     return Placed(placed.tensors, (*state.findings, *placed.findings))
 
 
