@@ -37,7 +37,16 @@ from modelquirks.quirks.registry import Registry
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["computed", "files_needed", "foresee", "items_of", "perform", "same_model", "unchanged"]
+__all__ = [
+    "computed",
+    "enough_memory",
+    "files_needed",
+    "foresee",
+    "items_of",
+    "perform",
+    "same_model",
+    "unchanged",
+]
 
 
 def perform(
@@ -81,7 +90,7 @@ def perform(
     target = None
     if materialize and offload_folder is not None:
         target = _target(offload_folder, plan, manifest, registry)
-    with _with_memory(plan), computed(plan, model, registry):
+    with computed(plan, model, registry):
         return execute(
             model,
             items,
@@ -101,7 +110,8 @@ def perform(
         )
 
 
-def _with_memory(plan: Plan) -> AbstractContextManager[None]:
+def enough_memory(plan: Plan) -> AbstractContextManager[None]:
+    """Return what turns a want of memory into an :class:`ExecutionError` that says what to do."""
     text = f"there was not enough memory to load '{plan.shown}': {MORE_MEMORY}"
     return with_memory(ExecutionError, text)
 
