@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import hashlib
 import json
@@ -9,6 +10,7 @@ import logging
 import os
 import shutil
 import signal
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -129,8 +131,10 @@ def clear(
 def child(work: Callable[[], Told], *, quiet: bool = True) -> tuple[int | None, Told | None]:
     """Do *work* in a forked process; return how it ended (None: it hangs) and what it told."""
     reading, writing = os.pipe()
+    where = tempfile.TemporaryFile()  # noqa: SIM115
     pid = os.fork()
     if not pid:
+        faulthandler.register(signal.SIGUSR1, file=where)
         _in_child(work, writing, quiet=quiet)
     os.close(writing)
     parts: list[bytes] = []
@@ -147,8 +151,13 @@ def child(work: Callable[[], Told], *, quiet: bool = True) -> tuple[int | None, 
             break
         time.sleep(0.002)
     else:
+        os.kill(pid, signal.SIGUSR1)
+        time.sleep(0.5)
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
+        where.seek(0)
+        parts = [json.dumps(Told("hangs", where.read().decode())._asdict()).encode()]
+    where.close()
     os.close(reading)
     told = json.loads(b"".join(parts)) if parts else None
     return code, None if told is None else Told(**told)
@@ -294,7 +303,7 @@ def judged(
     faults: list[str] = []
     outcome, error = ("hangs", "") if told is None else (told.outcome, told.error)
     if code is None:
-        faults.append(f"no end after {LIMIT_S:.0f} s")
+        faults.append(f"no end after {LIMIT_S:.0f} s: {error[-2000:]}")
     elif code < 0:
         outcome = "killed"
         if -code != kind.dies:
@@ -319,7 +328,7 @@ def judged(
     if not was_killed:
         faults += [f"left behind: {name}" for name in left]
     faults += _next_run(job, place, left if was_killed else [])
-    faults = [fault.replace("\n", " ")[:400] for fault in faults]
+    faults = [fault.replace("\n", " ")[:2000] for fault in faults]
     return Found(kind.name, job.name, label, outcome, error, tuple(faults))
 
 

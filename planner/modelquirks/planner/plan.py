@@ -261,9 +261,10 @@ class Plan:
         default all; *timeout* is how many seconds one may be behind. See
         :func:`modelquirks.planner.distributed.perform.perform_together`.
         """
-        from modelquirks.planner.execution.perform import perform
+        from modelquirks.planner.execution.perform import enough_memory, perform
 
-        return perform(self, model, **options)
+        with enough_memory(self):
+            return perform(self, model, **options)
 
     def weights(
         self,
@@ -290,11 +291,13 @@ class Plan:
         Raises PlanError if the plan cannot be used or the files have changed, ValueError for names
         that it does not make.
         """
+        from modelquirks.planner.execution.perform import enough_memory
         from modelquirks.planner.execution.stream import WeightStream
 
-        return WeightStream(
-            self, names, device=device, ties=ties, copy=copy, load_memory=load_memory
-        )
+        with enough_memory(self):
+            return WeightStream(
+                self, names, device=device, ties=ties, copy=copy, load_memory=load_memory
+            )
 
 
 _KINDS: tuple[tuple[str, Any], ...] = (

@@ -13,6 +13,8 @@ import queue
 import threading
 from collections.abc import Callable
 
+from modelquirks.planner.execution.helper import Helper
+
 __all__ = ["in_background"]
 
 _LINGER = 1.0
@@ -26,7 +28,7 @@ class _Worker:
 
     def __init__(self) -> None:
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
+        self._thread: Helper | None = None
         self._guard = threading.Lock()
         self._closed = False
 
@@ -38,12 +40,8 @@ class _Worker:
             self._jobs.put(job)
             if self._thread is None:
                 # A daemon, because the interpreter joins others before it calls `close`.
-                self._thread = threading.Thread(
-                    target=self._run, name="modelquirks-ahead", daemon=True
-                )
-                try:
-                    self._thread.start()
-                except RuntimeError:  # the system has no room for another: nothing is made ahead
+                self._thread = Helper(target=self._run, name="modelquirks-ahead", daemon=True)
+                if not self._thread.begin():  # nothing is made ahead then
                     self._thread = None
                     self._jobs = queue.SimpleQueue()
                     return False

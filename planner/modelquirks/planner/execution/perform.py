@@ -42,7 +42,16 @@ from modelquirks.quirks.registry import Registry
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["computed", "files_needed", "foresee", "items_of", "perform", "same_model", "unchanged"]
+__all__ = [
+    "computed",
+    "enough_memory",
+    "files_needed",
+    "foresee",
+    "items_of",
+    "perform",
+    "same_model",
+    "unchanged",
+]
 
 
 def perform(
@@ -98,7 +107,7 @@ def perform(
     target = None
     if materialize and offload_folder is not None:
         target = _target(offload_folder, plan, manifest, registry)
-    with _with_memory(plan), computed(plan, model, registry):
+    with computed(plan, model, registry):
         report = execute(
             model,
             items,
@@ -120,7 +129,8 @@ def perform(
     return replace(report, notes=(*told, *report.notes))
 
 
-def _with_memory(plan: Plan) -> AbstractContextManager[None]:
+def enough_memory(plan: Plan) -> AbstractContextManager[None]:
+    """Return what turns a want of memory into an :class:`ExecutionError` that says what to do."""
     text = f"there was not enough memory to load {plan.shown!r}: {MORE_MEMORY}"
     return with_memory(ExecutionError, text)
 

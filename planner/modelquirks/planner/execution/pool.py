@@ -10,6 +10,8 @@ from typing import Generic, TypeVar
 
 import torch
 
+from modelquirks.planner.execution.helper import Helper
+
 __all__ = ["available_cpus", "run"]
 
 _Job = TypeVar("_Job")
@@ -33,13 +35,13 @@ def run(
     pool = _Pool(iter(jobs), work, cost, limit)
     before = torch.get_num_threads()
     threads = [
-        threading.Thread(target=pool.worker, args=(before,), name=f"modelquirks-load-{number}")
+        Helper(target=pool.worker, args=(before,), name=f"modelquirks-load-{number}")
         for number in range(n_threads)
     ]
-    started: list[threading.Thread] = []
+    started: list[Helper] = []
     try:
         for thread in threads:
-            if not _is_started(thread):
+            if not thread.begin():  # fewer do the work then
                 break
             started.append(thread)
         if not started:
@@ -53,15 +55,6 @@ def run(
     if pool.failure is not None:
         raise pool.failure
     return pool.peak
-
-
-def _is_started(thread: threading.Thread) -> bool:
-    """Start *thread*; False if the system has no room for another: fewer do the work then."""
-    try:
-        thread.start()
-    except RuntimeError:  # CPython's "can't start new thread"
-        return False
-    return True
 
 
 def available_cpus() -> int:

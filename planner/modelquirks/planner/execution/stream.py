@@ -18,7 +18,7 @@ from modelquirks.planner.execution.loaditem import ExecutionError, LoadItem
 from modelquirks.planner.execution.loadoptions import LoadOptions
 from modelquirks.planner.execution.openfile import known_of
 from modelquirks.planner.execution.passing import PassingReader
-from modelquirks.planner.execution.perform import unchanged
+from modelquirks.planner.execution.perform import enough_memory, unchanged
 from modelquirks.planner.execution.preflight import needs
 from modelquirks.planner.execution.reader import Reader, Region
 from modelquirks.planner.execution.weights import is_view
@@ -63,6 +63,7 @@ class WeightStream:
         self._options = LoadOptions.of(copy=copy, load_memory=load_memory)
         if not plan.ok:
             raise PlanError(plan.refusal())
+        self._plan = plan
         manifest = unchanged(plan)
         self._root, self._tensors = manifest.root, manifest.readable
         self._schemes = (plan.registry or Registry.load()).schemes
@@ -96,11 +97,13 @@ class WeightStream:
         """
         for batch in batches(self._items, _BATCH):
             reader = self._reader()  # its mappings last as long as views of it
-            made = self._made([item for item in batch if not self._is_view(item)])
+            with enough_memory(self._plan):
+                made = self._made([item for item in batch if not self._is_view(item)])
             for item in batch:
                 tensor = made.pop(item.name, None)
                 if tensor is None:
-                    tensor = self._viewed(item, reader)
+                    with enough_memory(self._plan):
+                        tensor = self._viewed(item, reader)
                 yield from ((name, tensor) for name in self._called[item.name])
                 del tensor  # nothing is kept here while the next one is made
 
