@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from modelquirks.planner.adapter.joint import AdapterFacts
+from modelquirks.planner.checkpoint.json_text import JsonProblem, read_json
 from modelquirks.planner.checkpoint.manifest import Shard
 from modelquirks.planner.checkpoint.openoptions import AS_USUAL, OpenOptions
 from modelquirks.planner.checkpoint.origin import HubOrigin
-from modelquirks.planner.finding import Finding, shown
+from modelquirks.planner.finding import Finding, brief, shown
 from modelquirks.planner.mapping.audit import Audit, Entry, Suggestion
 from modelquirks.planner.mapping.recipes import FamilyRecipe
 from modelquirks.planner.placement.memory import Device
@@ -202,12 +203,9 @@ class Plan:
 
         *checkpoint* is the folder or file to execute it on, if it is not where it was.
         """
-        try:
-            data = json.loads(Path(path).read_text(encoding="utf-8"))
-        except OSError as error:
-            raise PlanError(f"{str(path)!r} cannot be read: {error.strerror or error}") from error
-        except (ValueError, RecursionError) as error:
-            raise PlanError(f"{str(path)!r} cannot be read as a plan: {error}") from error
+        data, _ = read_json(Path(path))
+        if isinstance(data, JsonProblem):
+            raise PlanError(f"{str(path)!r} cannot be used as a plan: it {data.text}")
         if (fault := _no_plan(data)) is not None:
             raise PlanError(f"{str(path)!r} {fault}; save one with `modelquirks plan … -o FILE`")
         try:
@@ -218,8 +216,10 @@ class Plan:
             if faults:
                 raise TypeError("; ".join(faults[:10]))
             return plan
-        except (KeyError, TypeError, ValueError, AttributeError, RecipeError) as error:
-            raise PlanError(f"{str(path)!r} is damaged: {error!r}") from error
+        except RecursionError as error:
+            raise PlanError(f"{str(path)!r} is damaged: it is nested too deep") from error
+        except _DAMAGE as error:
+            raise PlanError(f"{str(path)!r} is damaged: {brief(error, 2000)}") from error
 
     def execute(self, model: torch.nn.Module, **options: Any) -> torch.nn.Module:
         """Load the planned tensors into *model*, dispatch it, verify it, and return it.
@@ -294,6 +294,9 @@ class Plan:
         )
 
 
+_DAMAGE = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecipeError)
+"""What making a plan of other data than :meth:`Plan.save` wrote raises."""
+
 _KINDS: tuple[tuple[str, Any], ...] = (
     ("shards", tuple[Shard, ...]),
     ("layout", str),
@@ -319,8 +322,8 @@ def _no_plan(data: object) -> str | None:
     """Return what *data*, the JSON of a file, is instead of a plan; None if it is one."""
     if not isinstance(data, dict) or "schema" not in data:
         return "is no plan: it has no 'schema'"
-    if data["schema"] != SCHEMA:
-        return f"is of schema {data['schema']!r}, this version reads plans of schema {SCHEMA}"
+    if type(data["schema"]) is not int or data["schema"] != SCHEMA:
+        return f"is of schema {brief(data['schema'])}, this version reads plans of schema {SCHEMA}"
     if "execution" not in data:
         return "is only a report, as --json prints it: it does not say how to load"
     return None
@@ -400,7 +403,7 @@ def _placement(data: Mapping[str, Any], stored: Mapping[str, Any]) -> Placement:
         if device is not None:
             keys[str(device)] = device
     memory = {
-        keys.get(name, int(name) if name.isdigit() else name): DeviceMemory(**values)
+        keys.get(name, int(name) if name.isdecimal() else name): DeviceMemory(**values)
         for name, values in data["memory"].items()
     }
     return Placement(

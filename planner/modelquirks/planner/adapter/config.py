@@ -8,6 +8,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from modelquirks.planner.adapter.expressions import may_run_on
+from modelquirks.planner.finding import brief
+
 __all__ = ["PROMPTS", "AdapterConfig", "Strength", "config_of"]
 
 PROMPTS = frozenset(
@@ -127,7 +130,7 @@ def config_of(data: Mapping[str, Any]) -> AdapterConfig:
         excluded=excluded if isinstance(excluded, str) else tuple(excluded or ()),
         parameters=tuple(data.get("target_parameters") or ()),
         retrained=tuple(data.get("modules_to_save") or ()),
-        tokens=_tokens(data.get("trainable_token_indices") or data.get("token_indices")),
+        tokens=_tokens(data.get(_TOKENS[0]) or data.get(_TOKENS[1])),
         obstacles=tuple(_obstacles(data)),
     )
 
@@ -145,18 +148,57 @@ def _faults(data: Mapping[str, Any]) -> Iterator[str]:
         ("modules_to_save", list),
         ("layers_to_transform", (list, int)),
         ("layers_pattern", (list, str)),
-        ("trainable_token_indices", (list, dict)),
+        *((name, (list, dict)) for name in _TOKENS),
     )
     for name, kind in types:
         value = data.get(name)
         if value is not None and not isinstance(value, kind):
-            yield f"{name!r} is {value!r}"
+            yield f"{name!r} is {brief(value)}"
     ranks = {"r": data.get("r", 8), **_dict(data.get("rank_pattern"))}
-    yield from (f"rank {v!r} of {k!r}" for k, v in ranks.items() if not isinstance(v, int) or v < 1)
-    alphas = _dict(data.get("alpha_pattern"))
-    yield from (
-        f"alpha {v!r} of {k!r}" for k, v in alphas.items() if not isinstance(v, int | float)
-    )
+    yield from (f"rank {brief(v)} of {brief(k)}" for k, v in ranks.items() if not _is_rank(v))
+    alphas = {"lora_alpha": data.get("lora_alpha", 8), **_dict(data.get("alpha_pattern"))}
+    yield from (f"alpha {brief(v)} of {brief(k)}" for k, v in alphas.items() if not _is_alpha(v))
+    for name in ("target_modules", "exclude_modules", "target_parameters", "modules_to_save"):
+        if odd := [v for v in _list(data.get(name)) if not isinstance(v, str)]:
+            yield f"{brief(odd[0])} among {name!r}"
+    yield from _odd_numbers(data)
+    texts = (*_dict(data.get("rank_pattern")), *_dict(data.get("alpha_pattern")))
+    texts += tuple(_texts(data.get("layers_pattern")))
+    texts += tuple(t for n in ("target_modules", "exclude_modules") for t in [data.get(n)] if t)
+    for text in texts:
+        if isinstance(text, str) and may_run_on(text):
+            yield (
+                f"the regular expression {brief(text, 100)} repeats what is repeated, which may "
+                "take for ever; write it without"
+            )
+
+
+_LONGEST = 256
+_TOKENS = ("trainable_token_indices", "token_indices")
+_MOST = 1 << 31
+
+
+def _odd_numbers(data: Mapping[str, Any]) -> Iterator[str]:
+    layers = data.get("layers_to_transform")
+    for name, value in (("layers_to_transform", layers), *((n, data.get(n)) for n in _TOKENS)):
+        lists = [*_dict(value).values()] if isinstance(value, dict) else [value]
+        for listed in lists:
+            numbers = listed if isinstance(listed, list) else [0 if listed is None else listed]
+            if odd := [n for n in numbers if type(n) is not int or not 0 <= n < _MOST]:
+                yield f"{brief(odd[0])} in {name!r}, a whole number from 0 was expected"
+
+
+def _is_rank(value: object) -> bool:
+    return type(value) is int and 0 < value < _MOST
+
+
+def _is_alpha(value: object) -> bool:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and abs(value) < _MOST  # not nan, not infinite
+
+
+def _list(value: object) -> list[Any]:
+    return value if isinstance(value, list) else []
 
 
 def _dict(value: object) -> Mapping[Any, Any]:
@@ -178,8 +220,8 @@ def _obstacles(data: Mapping[str, Any]) -> Iterator[str]:
 
 def _tokens(value: Any) -> Mapping[str, tuple[int, ...]]:
     if isinstance(value, dict):
-        return {str(name): tuple(map(int, indices)) for name, indices in value.items()}
-    return {"": tuple(map(int, value))} if value else {}
+        return {str(name): tuple(_list(indices)) for name, indices in value.items()}
+    return {"": tuple(value)} if value else {}
 
 
 def _texts(value: object) -> tuple[str, ...]:
@@ -202,6 +244,8 @@ def _named(names: tuple[str, ...] | str, module: str) -> bool:
 
 
 def _matches(pattern: str, text: str) -> bool:
+    if len(text) > _LONGEST:  # no module of a model has such a name
+        return False
     try:
         return re.match(pattern, text) is not None
     except re.error:  # peft would fail on it too

@@ -111,10 +111,21 @@ def _opened(path: Path, registry: Callable[[], Registry] | None, options: OpenOp
     found, problems = _by_plugin(path, registry, options)
     if found is not None:
         root = path if path.is_dir() else path.parent
-        said = (*_about_plugins(problems), *_unheeded(options, found.chosen, found.format))
+        said = (
+            *_about_plugins(problems),
+            *_unheeded(options, found.chosen, found.format),
+            *_about_nothing(path, found),
+        )
         manifest = _manifest(root, path, content_of(found), *said)
         return replace(manifest, options=replace(found.chosen, expect=None))
     return manifest_at(path, problems, options)
+
+
+def _about_nothing(path: Path, found: Opened) -> Iterator[Finding]:
+    """Say so if a plugin knows the format, and found nothing in it and nothing wrong."""
+    if not found.tensors and all(one.severity != "error" for one in found.findings):
+        text = f"{str(path)!r} is a checkpoint of format {found.format!r} that holds no tensor."
+        yield Finding("no-tensors", "error", text)
 
 
 def _unheeded(options: OpenOptions, chosen: OpenOptions, format: str) -> Iterator[Finding]:

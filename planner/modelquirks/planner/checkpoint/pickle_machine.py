@@ -5,13 +5,18 @@ done here to plain lists, tuples and dicts. A class or function that a pickle na
 imported: it becomes a :class:`Global`, and calling it becomes an :class:`Opaque` record, unless
 the caller gave a *rebuild* function of that exact name. So a pickle can spend time and memory,
 which are limited, and nothing else.
+
+A pickle of some kilobytes may name one list a million times, and is that large for whoever goes
+through its value: so is also limited how often parts may be used again.
 """
 
 from __future__ import annotations
 
 import pickletools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, BinaryIO, NamedTuple
+
+from modelquirks.planner.finding import brief
 
 __all__ = ["MAX_BYTES", "MAX_OPCODES", "Global", "Loaded", "Opaque", "PickleProblem", "load"]
 
@@ -19,6 +24,12 @@ MAX_BYTES = 1 << 27
 """A larger pickle is refused: that of 200,000 tensors has 30 MB."""
 MAX_OPCODES = 8_000_000
 """Each may make one object; a tensor takes about 25."""
+_MAX_BITS = 256
+"""Larger numbers mean nothing: states of random generators have 128, the magic of old files 77."""
+_AGAIN = 8
+"""So many times as much may be copied, or reached, as was written."""
+_ALWAYS = 500_000
+"""And so many parts in any case."""
 
 _PYTHON_2 = {"__builtin__": "builtins", "copy_reg": "copyreg"}
 _SIMPLE = (str, int, float, bool, bytes, type(None))
@@ -79,19 +90,69 @@ def load(file: BinaryIO, *, rebuild: Rebuild, persistent: Callable[[Any], Any]) 
     identifiers of objects outside the pickle. Both may raise TypeError or ValueError, which makes
     the value an :class:`Opaque`. Raises :class:`PickleProblem` for bytes that are no pickle.
     """
-    machine = _Machine(rebuild, persistent)
-    limited: Any = _Limited(file)  # genops needs no more of a file than read and readline
+    limited = _Limited(file)
+    machine = _Machine(rebuild, persistent, limited)
+    steps: Any = pickletools.genops  # which needs no more of a file than read and readline
     try:
-        for count, (opcode, arg, _) in enumerate(pickletools.genops(limited)):
+        for count, (opcode, arg, _) in enumerate(steps(limited)):
             if count >= MAX_OPCODES:
                 raise PickleProblem(f"has a pickle of more than {MAX_OPCODES:,} steps")
             if opcode.name == "STOP":
                 break
             machine.step(opcode.name, arg)
-        return Loaded(machine.stack.pop(), tuple(machine.globals))
+        value = machine.stack.pop()
+        _refuse_repeated(value)
+        return Loaded(value, tuple(machine.globals))
     except (ValueError, IndexError, KeyError, TypeError, OverflowError, UnicodeError) as error:
         kind = type(error).__name__
-        raise PickleProblem(f"has a broken pickle ({kind}: {error!s:.80})") from error
+        text = f"{kind}: {brief(error.args[0] if error.args else '', 80)}"
+        raise PickleProblem(f"has a broken pickle ({text})") from error
+
+
+def _refuse_repeated(value: Any) -> None:
+    """Raise :class:`PickleProblem` if lists and the like hold each other without measure.
+
+    An object that was not made is looked into by itself: those may hold each other in circles.
+    """
+    sizes: dict[int, int] = {}
+    opaque: set[int] = set()
+    roots = [value]
+    reached = written = 0
+    for root in roots:  # grows on the way
+        if type(root) is Opaque:
+            roots += (root.args, root.items, root.state)
+            continue
+        for item, is_done in _in_order(root, sizes):
+            parts = item.values() if type(item) is dict else item
+            if is_done:
+                sizes[id(item)] += sum(sizes.get(id(part), 1) for part in parts)
+                continue
+            written += len(parts)
+            new = {id(part): part for part in parts if type(part) is Opaque}
+            roots += (new[key] for key in new.keys() - opaque)
+            opaque |= new.keys()
+        reached += sizes.get(id(root), 1)
+    if reached > _AGAIN * written + _ALWAYS:
+        raise PickleProblem("has a pickle in which lists hold each other many times over")
+
+
+def _in_order(root: Any, sizes: dict[int, int]) -> Iterator[tuple[Any, bool]]:
+    """Yield each container that *sizes* does not have, before what is in it and (True) after."""
+    todo = [(root, False)]
+    while todo:
+        item, is_done = todo.pop()
+        if type(item) not in _CONTAINERS or (id(item) in sizes and not is_done):
+            continue
+        yield item, is_done
+        if not is_done:
+            sizes[id(item)] = 1
+            parts = item.values() if type(item) is dict else item
+            todo.append((item, True))
+            todo += [(part, False) for part in parts if type(part) in _CONTAINERS]
+
+
+_CONTAINERS = (list, tuple, dict)  # themselves: tensors are tuples of a class of their own
+_SIZED = (*_CONTAINERS, str, bytes)
 
 
 class _Limited:
@@ -100,6 +161,11 @@ class _Limited:
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
         self._left = MAX_BYTES
+
+    @property
+    def n_bytes(self) -> int:
+        """How much was read."""
+        return MAX_BYTES - self._left
 
     def read(self, size: int) -> bytes:
         if size > self._left:
@@ -116,9 +182,13 @@ class _Limited:
 class _Machine:
     """Stack, marks and memo of one pickle."""
 
-    def __init__(self, rebuild: Rebuild, persistent: Callable[[Any], Any]) -> None:
+    def __init__(
+        self, rebuild: Rebuild, persistent: Callable[[Any], Any], limited: _Limited
+    ) -> None:
         self.stack: list[Any] = []
-        self.globals: dict[Global, None] = {}
+        self.globals: dict[Global, str] = {}
+        self._limited = limited
+        self._copied = 0
         self._marks: list[list[Any]] = []
         self._memo: dict[int, Any] = {}
         self._rebuild = rebuild
@@ -127,7 +197,8 @@ class _Machine:
     def step(self, name: str, arg: Any) -> None:
         """Do what one opcode says."""
         if name in _PUSH_ARGUMENT:
-            self.stack.append(arg)
+            is_huge = type(arg) is int and arg.bit_length() > _MAX_BITS
+            self.stack.append(Opaque("a huge number") if is_huge else arg)
         elif name in _GET:
             self.stack.append(self._memo[arg])
         elif name in _PUT:
@@ -232,7 +303,8 @@ class _Machine:
 
     def _named(self, module: str, name: str = "") -> Global:
         found = Global(_PYTHON_2.get(module, module), name)
-        self.globals[found] = None
+        if found not in self.globals:
+            self.globals[found] = str(found)
         return found
 
     def _extension(self, code: int) -> None:
@@ -263,11 +335,14 @@ class _Machine:
     def _call(self, function: Any, args: Any) -> Any:
         known = self._rebuild.get(function) if isinstance(function, Global) else None
         if known is not None and isinstance(args, tuple):
+            self._copied += sum(len(arg) for arg in (args, *args) if type(arg) in _SIZED)
+            if self._copied > _AGAIN * self._limited.n_bytes:
+                raise PickleProblem("has a pickle that copies its lists many times over")
             try:
                 return known(*args)
             except (TypeError, ValueError, RecursionError):
-                return Opaque(str(function), args)
-        return Opaque(str(function) if isinstance(function, Global) else "?", args)
+                pass
+        return Opaque(self.globals[function] if isinstance(function, Global) else "?", args)
 
     def _do_build(self, _: Any) -> None:
         state = self.stack.pop()

@@ -17,7 +17,7 @@ from modelquirks.planner.checkpoint.pickle_machine import Opaque
 from modelquirks.planner.checkpoint.pickle_names import TENSOR_LIKE
 from modelquirks.planner.checkpoint.rank_share import is_share
 from modelquirks.planner.checkpoint.torch_pickle import TensorRecord
-from modelquirks.planner.finding import Finding, shown
+from modelquirks.planner.finding import Finding, brief, shown
 
 __all__ = ["Weights", "find_weights"]
 
@@ -47,6 +47,8 @@ _OPTIMIZER_KEY = re.compile(
 _MAX_KEYS = 1000
 _MAX_NODES = 3_000_000
 _MAX_DEPTH = 64
+_MAX_NAMES = 1 << 26
+"""Characters of all names together: those of 200,000 tensors have 20 millions."""
 
 
 class Weights(NamedTuple):
@@ -184,7 +186,7 @@ def _children(value: Any) -> dict[Any, Any]:
 
 def _walk(value: Any) -> Iterator[tuple[str, Any]]:
     """Yield every leaf with its dotted name, in order; each container once on any path."""
-    seen = 0
+    seen = letters = 0
     todo: list[tuple[str, Any, tuple[int, ...]]] = [("", value, ())]
     while todo:
         name, item, path = todo.pop()
@@ -197,13 +199,20 @@ def _walk(value: Any) -> Iterator[tuple[str, Any]]:
         seen += len(children)
         if seen > _MAX_NODES:
             raise _TooMuch(f"more than {_MAX_NODES:,} values")
+        letters += len(children) * len(name) + sum(map(len, filter(_is_text, children)))
+        if letters > _MAX_NAMES:
+            raise _TooMuch(f"names of more than {_MAX_NAMES:,} characters")
         inside = (*path, id(item))
         prefix = f"{name}." if name else ""
         todo += [(f"{prefix}{_text(key)}", child, inside) for key, child in children.items()][::-1]
 
 
 def _text(key: Any) -> str:
-    return key if isinstance(key, str) else repr(key)
+    return key if isinstance(key, str) else brief(key)
+
+
+def _is_text(key: Any) -> bool:
+    return isinstance(key, str)
 
 
 def _container_findings(shard: str, value: Any, keys: tuple[str, ...]) -> Iterator[Finding]:

@@ -18,6 +18,7 @@ __all__ = ["StorageRecord", "TensorRecord", "TorchPickle", "load"]
 
 
 _MAX_DIMS = 64
+_MAX_NAME = 64
 
 
 class StorageRecord(NamedTuple):
@@ -70,7 +71,7 @@ def load(file: BinaryIO, known: Mapping[str, Any] | None = None) -> TorchPickle:
     storages: dict[str, StorageRecord] = {}
 
     def persistent(identifier: Any) -> Any:
-        if known is not None and str(identifier) in known:
+        if known is not None and isinstance(identifier, str | int) and str(identifier) in known:
             return known[str(identifier)]
         storage = _storage(identifier)
         if storages.setdefault(storage.key, storage).nbytes != storage.nbytes:
@@ -83,6 +84,8 @@ def load(file: BinaryIO, known: Mapping[str, Any] | None = None) -> TorchPickle:
 
 def _storage(identifier: Any) -> StorageRecord:
     """Return the storage of ``("storage", type, key, location, length[, view])``."""
+    if not isinstance(identifier, tuple) or not 5 <= len(identifier) <= 6:
+        raise ValueError("not a storage")
     kind, storage, key, _, length, *view = identifier
     if kind != "storage" or not isinstance(storage, Global) or not isinstance(key, str):
         raise ValueError("not a storage")
@@ -96,7 +99,7 @@ def _storage(identifier: Any) -> StorageRecord:
 def _tensor(storage: Any, offset: Any, shape: Any, stride: Any, *_: Any) -> TensorRecord:
     if not isinstance(storage, StorageRecord) or storage.dtype is None:
         raise ValueError("no typed storage")
-    return _checked(TensorRecord(storage, storage.dtype, tuple(shape), tuple(stride), offset))
+    return _checked(storage, storage.dtype, shape, stride, offset)
 
 
 def _tensor_v2(
@@ -119,8 +122,10 @@ def _tensor_v3(
 ) -> TensorRecord:
     if flags or not isinstance(storage, StorageRecord) or not isinstance(dtype, Global):
         raise ValueError("not plain")
+    if len(dtype.name) > _MAX_NAME:  # it would be in the message of the error, each time
+        raise ValueError("not plain")
     name = dtypes.from_torch(dtype.name)
-    tensor = _checked(TensorRecord(storage, name, tuple(shape), tuple(stride), offset))
+    tensor = _checked(storage, name, shape, stride, offset)
     return _unpacked(tensor) if name == "F4" else tensor
 
 
@@ -133,13 +138,16 @@ def _unpacked(tensor: TensorRecord) -> TensorRecord:
     return TensorRecord(tensor.storage, "F4", shape, stride, 2 * tensor.offset)
 
 
-def _checked(tensor: TensorRecord) -> TensorRecord:
-    numbers = (*tensor.shape, *tensor.stride, tensor.offset)
-    if len(tensor.shape) > _MAX_DIMS:
+def _checked(
+    storage: StorageRecord, dtype: str, shape: Any, stride: Any, offset: Any
+) -> TensorRecord:
+    if not isinstance(shape, tuple | list) or not isinstance(stride, tuple | list):
+        raise TypeError("shape and stride must be tuples")
+    if len(shape) > _MAX_DIMS:
         raise ValueError(f"more than {_MAX_DIMS} dimensions, as torch allows them")
-    if len(tensor.shape) != len(tensor.stride) or not all(map(_whole, numbers)):
+    if len(shape) != len(stride) or not all(map(_whole, (*shape, *stride, offset))):
         raise ValueError("shape, stride and offset must be whole numbers from 0")
-    return tensor
+    return TensorRecord(storage, dtype, tuple(shape), tuple(stride), offset)
 
 
 def _parameter(data: Any, *_: Any) -> Any:
@@ -148,7 +156,8 @@ def _parameter(data: Any, *_: Any) -> Any:
 
 def _from_type(function: Any, _type: Any, args: Any, _state: Any) -> Any:
     """Return the plain tensor in one of a subclass of Tensor, or with attributes."""
-    if not isinstance(function, Global) or function not in _REBUILD:
+    is_tensor = isinstance(function, Global) and function.name.startswith("_rebuild")
+    if not is_tensor or function not in _REBUILD or not isinstance(args, tuple):
         raise ValueError("not a known tensor")
     return _REBUILD[function](*args)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import lzma
 import os
 import struct
 import zipfile
@@ -31,7 +32,12 @@ from modelquirks.planner.finding import Finding, shown
 
 __all__ = ["read_content", "read_item", "read_torch"]
 
-_ZIP_ERRORS = (zipfile.BadZipFile, struct.error, ValueError, NotImplementedError)
+_ZIP_ERRORS = (
+    *(zipfile.BadZipFile, struct.error, ValueError, NotImplementedError, OverflowError),
+    *(zlib.error, EOFError, RuntimeError, lzma.LZMAError, IndexError),
+)
+_MAX_PACKED = 100
+"""A record may be so many times as large as it is in the file; beyond 1 MiB. Pickles get to 20."""
 _LOCAL = struct.Struct("<4s22xHH")  # signature, …, length of the name, length of the extra field
 _FORMATS = {
     "pickle": "is a pickle, but no file of torch.save",
@@ -198,10 +204,14 @@ def _opened(file: BinaryIO | _Window) -> _Archive:
 
 def _content(archive: _Archive, name: str) -> bytes:
     """Return the bytes of a small record."""
+    told = archive.records[name]
+    if told.file_size > max(1 << 20, _MAX_PACKED * told.compress_size):
+        text = f"has a record {name!r} that claims {told.file_size:,} bytes"
+        raise _Refused("pickle-invalid", f"{text} and takes {told.compress_size:,}: a bomb")
     try:
         with archive.reader.open(archive.records[name]) as record:
-            content = record.read(MAX_BYTES + 1)
-    except (*_ZIP_ERRORS, zlib.error, EOFError, RuntimeError) as error:
+            content = record.read(min(MAX_BYTES, told.file_size) + 1)
+    except _ZIP_ERRORS as error:
         raise _Refused("zip-invalid", f"has a broken record {name!r} ({error})") from error
     if len(content) > MAX_BYTES:
         raise _Refused("pickle-invalid", f"has a record {name!r} of more than {MAX_BYTES:,} bytes")
@@ -239,6 +249,8 @@ def _begin(archive: _Archive, storage: StorageRecord) -> int:
     if record.file_size != storage.nbytes or record.compress_size != record.file_size:
         text = f"{record.file_size:,} bytes, its storage needs {storage.nbytes:,}"
         raise _Refused("record-size", text)
+    if not 0 <= record.header_offset < archive.reader.start_dir:
+        raise _Refused("record-misplaced", "not where the directory says, or cut off")
     archive.file.seek(record.header_offset)
     head = archive.file.read(_LOCAL.size)
     signature, name_bytes, extra_bytes = _LOCAL.unpack(head.ljust(_LOCAL.size, b"\0"))

@@ -17,8 +17,9 @@ from urllib.parse import quote
 
 from huggingface_hub import constants
 from huggingface_hub.file_download import repo_folder_name
+from huggingface_hub.utils import validate_repo_id
 
-from modelquirks.planner.hub.client import Listed
+from modelquirks.planner.hub.client import COMMIT, Listed
 from modelquirks.planner.hub.spans import Spans
 
 __all__ = ["Ref", "Store", "cached_commit", "files_below", "snapshot_folder"]
@@ -46,7 +47,10 @@ class Store:
         found = _json(self._folder(repository, "refs") / _name(revision))
         if not isinstance(found, list) or len(found) != 3 or found[0] != self._endpoint:
             return None
-        return Ref(str(found[1]), str(found[2]))
+        _, name, commit = found
+        if not isinstance(name, str) or not isinstance(commit, str) or not COMMIT.fullmatch(commit):
+            return None
+        return Ref(name, commit) if _is_repository(name) else None
 
     def put_ref(self, repository: str, revision: str, ref: Ref) -> None:
         """Keep what a revision is."""
@@ -110,9 +114,10 @@ def cached_commit(repository: str, revision: str) -> str | None:
     """Return the commit that a revision was when huggingface_hub last downloaded of it."""
     path = Path(constants.HF_HUB_CACHE) / _folder_name(repository) / "refs" / revision
     try:
-        return path.read_text(encoding="ascii").strip() or None
+        found = path.read_text(encoding="ascii").strip()
     except (OSError, ValueError):
         return None
+    return found if COMMIT.fullmatch(found) else None
 
 
 def files_below(folder: Path) -> Iterator[str]:
@@ -126,6 +131,14 @@ def _folder_name(repository: str) -> str:
     return repo_folder_name(repo_id=repository, repo_type="model")
 
 
+def _is_repository(name: str) -> bool:
+    try:
+        validate_repo_id(name)
+    except ValueError:
+        return False
+    return True
+
+
 def _name(text: str) -> str:
     return quote(text, safe="")
 
@@ -133,5 +146,5 @@ def _name(text: str) -> str:
 def _json(path: Path) -> object:
     try:
         return json.loads(path.read_bytes())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
