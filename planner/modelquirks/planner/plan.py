@@ -15,7 +15,7 @@ from modelquirks.planner.checkpoint.json_text import JsonProblem, parse_json, re
 from modelquirks.planner.checkpoint.manifest import Shard
 from modelquirks.planner.checkpoint.openoptions import AS_USUAL, OpenOptions
 from modelquirks.planner.checkpoint.origin import HubOrigin
-from modelquirks.planner.finding import Finding, shown
+from modelquirks.planner.finding import Finding, brief, cut, shown
 from modelquirks.planner.mapping.audit import Audit, Entry, Suggestion
 from modelquirks.planner.mapping.recipes import FamilyRecipe
 from modelquirks.planner.placement.memory import Device
@@ -216,9 +216,11 @@ class Plan:
             if faults := faults or [*_outside(plan)]:
                 raise TypeError("; ".join(faults[:10]))
             return plan
-        except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        except RecursionError as error:
+            raise PlanError(f"{str(path)!r} is damaged: it is nested too deep") from error
+        except _DAMAGE as error:
             lacks = f"it lacks {error}" if isinstance(error, KeyError) else repr(error)
-            raise PlanError(f"{str(path)!r} is damaged: {lacks}") from error
+            raise PlanError(f"{str(path)!r} is damaged: {cut(lacks, 2000)}") from error
 
     def execute(self, model: torch.nn.Module, **options: Any) -> torch.nn.Module:
         """Load the planned tensors into *model*, dispatch it, verify it, and return it.
@@ -300,6 +302,9 @@ class Plan:
             )
 
 
+_DAMAGE = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError)
+"""What making a plan of other data than :meth:`Plan.save` wrote raises."""
+
 _KINDS: tuple[tuple[str, Any], ...] = (
     ("shards", tuple[Shard, ...]),
     ("layout", str),
@@ -328,7 +333,9 @@ def _data(path: Path) -> Any:
     """Return the JSON in the file *path*; PlanError if there is none, or a key of it is twice."""
     found, raw = read_json(path)
     if isinstance(found, JsonProblem):
-        raise PlanError(f"{str(path)!r} {found.text}")
+        is_read = found.code != "file-unreadable"
+        text = f"cannot be read as a plan: it {found.text}" if is_read else found.text
+        raise PlanError(f"{str(path)!r} {text}")
     twice: dict[str, bool] = {}
     parse_json(raw.decode("utf-8-sig"), duplicates=twice)
     if twice:
@@ -345,7 +352,7 @@ def _outside(plan: Plan) -> Iterator[str]:
         if why == "is absolute" and adapter is not None and ".." not in path.parts:
             why = "" if path.is_relative_to(adapter) or path.parent == adapter.parent else why
         if why:
-            yield f"the file {shard.name!r:.80} {why}"
+            yield f"the file {brief(shard.name, 80)} {why}"
 
 
 def _no_plan(data: object) -> str | None:
@@ -353,10 +360,11 @@ def _no_plan(data: object) -> str | None:
     if not isinstance(data, dict) or "schema" not in data:
         return f"is no plan: it has no 'schema'; {_ANEW}"
     number: object = data["schema"]
-    if isinstance(number, bool) or number != SCHEMA:
+    if type(number) is not int or number != SCHEMA:
         newer = isinstance(number, int) and number > SCHEMA
         way_out = f"update modelquirks, or {_ANEW}" if newer else _ANEW
-        return f"is of schema {number!r}, this version reads plans of schema {SCHEMA}: {way_out}"
+        said = f"is of schema {brief(number)}, this version reads plans of schema {SCHEMA}"
+        return f"{said}: {way_out}"
     if not isinstance(data.get("execution"), dict):
         return (
             "is only a report, as --json prints it: it does not say how to load; save a plan with "
@@ -464,7 +472,7 @@ def _placement(data: Mapping[str, Any], stored: Mapping[str, Any]) -> Placement:
         if device is not None:
             keys[str(device)] = device
     memory = {
-        keys.get(name, int(name) if name.isdigit() else name): DeviceMemory(**values)
+        keys.get(name, int(name) if name.isdecimal() else name): DeviceMemory(**values)
         for name, values in data["memory"].items()
     }
     return Placement(

@@ -7,6 +7,8 @@ from dataclasses import is_dataclass
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from modelquirks.planner.finding import brief
+
 __all__ = ["misfits"]
 
 
@@ -48,4 +50,4 @@ def misfits(value: Any, kind: Any, at: str) -> Iterator[str]:
 
 def _told(value: object, kind: Any, at: str) -> str:
     name = kind.__name__ if isinstance(kind, type) else str(kind)
-    return f"{at} is {repr(value)[:80]}, expected {name}"
+    return f"{at} is {brief(value, 80)}, expected {name}"

@@ -34,6 +34,8 @@ _LITERAL = re.compile(r"\{[^{}]*\}|[*.0-9]+")
 """What may stand for something else in a name that fits, or for nothing."""
 _TOUCHING = re.compile(r"[*}][*{]")
 _NAME = re.compile(r"[a-z_][a-z0-9_]*")
+_MAX_WILD = 4
+"""More of them take as long as one cares to wait, for a long name that does not fit."""
 
 
 class PatternError(ValueError):
@@ -186,6 +188,8 @@ def _faults(text: str) -> tuple[str, ...]:
             faults.append(f"placeholder {{{name}}} is not a lower-case identifier")
     for name in sorted({n for n in names if names.count(n) > 1}):
         faults.append(f"placeholder {{{name}}} is used twice")
+    if len(wild := _parts(text).wildcards) > _MAX_WILD:
+        faults.append(f"{len(wild)} of '*' and '**', where at most {_MAX_WILD} can be matched")
     if set(_HOLE.sub("", text)) & set("{}"):
         faults.append("unbalanced braces")
     return tuple(faults)

@@ -8,6 +8,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from modelquirks.planner.adapter.expressions import may_run_on
+from modelquirks.planner.finding import brief
+
 __all__ = ["PROMPTS", "AdapterConfig", "Strength", "config_of"]
 
 PROMPTS = frozenset(
@@ -28,8 +31,9 @@ _VARIANTS: tuple[tuple[str, str], ...] = (
 """Fields that, if set, make a LoRA something else than ``W + scaling * B @ A``."""
 
 _LARGEST = 1 << 31
-_MAX_REPEATS = 6
-"""Unbounded repeats in one regular expression; with names of 60 letters that is some seconds."""
+_LONGEST = 256
+"""Characters of the name of a module."""
+_TOKENS = ("trainable_token_indices", "token_indices")
 
 _CHANGE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 """Ways to begin (``init_lora_weights``) that also change the weights of the base model."""
@@ -100,7 +104,7 @@ class AdapterConfig:
         if not self.layers or isinstance(self.targets, str) or module in self.targets:
             return True
         patterns = self.layers_patterns or (r"[^.]*",)
-        found = (re.match(rf".*\.{text}\.(\d+)\.", module) for text in patterns)
+        found = (_match(_layer_pattern(text), module) for text in patterns)
         numbers = [int(match[1]) for match in found if match]
         return bool(numbers) and numbers[0] in self.layers
 
@@ -131,7 +135,7 @@ def config_of(data: Mapping[str, Any]) -> AdapterConfig:
         excluded=excluded if isinstance(excluded, str) else tuple(excluded or ()),
         parameters=tuple(data.get("target_parameters") or ()),
         retrained=tuple(data.get("modules_to_save") or ()),
-        tokens=_tokens(data.get("trainable_token_indices") or data.get("token_indices")),
+        tokens=_tokens(data.get(_TOKENS[0]) or data.get(_TOKENS[1])),
         obstacles=tuple(_obstacles(data)),
     )
 
@@ -151,46 +155,59 @@ def _faults(data: Mapping[str, Any]) -> Iterator[str]:
         ("modules_to_save", list),
         ("layers_to_transform", (list, int)),
         ("layers_pattern", (list, str)),
-        ("trainable_token_indices", (list, dict)),
+        *((name, (list, dict)) for name in _TOKENS),
     )
     for name, kind in types:
         value = data.get(name)
         if value is not None and not isinstance(value, kind):
-            yield f"{name!r} is {value!r}"
+            yield f"{name!r} is {brief(value)}"
     ranks = {"r": data.get("r", 8), **_dict(data.get("rank_pattern"))}
-    yield from (f"rank {v!r:.60} of {k!r}" for k, v in ranks.items() if not _is_rank(v))
+    yield from (f"rank {brief(v)} of {brief(k)}" for k, v in ranks.items() if not _is_rank(v))
     alphas = {"lora_alpha": data.get("lora_alpha", 8), **_dict(data.get("alpha_pattern"))}
-    yield from (f"alpha {v!r:.60} of {k!r}" for k, v in alphas.items() if not _is_alpha(v))
-    yield from (f"{text!r:.60} may be compared for ever" for text in _patterns(data) if _slow(text))
+    yield from (f"alpha {brief(v)} of {brief(k)}" for k, v in alphas.items() if not _is_alpha(v))
+    for name in ("target_modules", "exclude_modules", "target_parameters", "modules_to_save"):
+        if odd := [v for v in _list(data.get(name)) if not isinstance(v, str)]:
+            yield f"{brief(odd[0])} among {name!r}"
+    yield from _odd_numbers(data)
+    for text in filter(may_run_on, _patterns(data)):
+        yield (
+            f"the regular expression {brief(text, 100)} repeats what is repeated, which may take "
+            "for ever; write it without"
+        )
+
+
+def _odd_numbers(data: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the layers and tokens that cannot be counted."""
+    layers = data.get("layers_to_transform")
+    for name, value in (("layers_to_transform", layers), *((n, data.get(n)) for n in _TOKENS)):
+        lists = [*_dict(value).values()] if isinstance(value, dict) else [value]
+        for listed in lists:
+            numbers = listed if isinstance(listed, list) else [0 if listed is None else listed]
+            if odd := [n for n in numbers if type(n) is not int or not 0 <= n < _LARGEST]:
+                yield f"{brief(odd[0])} in {name!r}, a whole number from 0 was expected"
 
 
 def _is_rank(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value < _LARGEST
+    return type(value) is int and 0 < value < _LARGEST
 
 
 def _is_alpha(value: object) -> bool:
     """Tell whether *value* is a number that can scale a weight: NaN would make all of them NaN."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return value is None or (is_number and abs(value) < _LARGEST)  # type: ignore[arg-type]
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return abs(value) < _LARGEST
 
 
 def _patterns(data: Mapping[str, Any]) -> Iterator[str]:
     """Yield the regular expressions, which are matched with every name of the model."""
     values = (data.get("target_modules"), data.get("exclude_modules"))
     yield from (value for value in values if isinstance(value, str))
-    yield from _texts(data.get("layers_pattern"))
+    yield from map(_layer_pattern, _texts(data.get("layers_pattern")))
     yield from (key for name in ("rank_pattern", "alpha_pattern") for key in _dict(data.get(name)))
 
 
-def _slow(pattern: str) -> bool:
-    """Tell whether a regular expression has repeats within repeats, or very many.
-
-    Matching it may take longer than anybody lives; Python cannot stop it.
-    """
-    plain = re.sub(r"\\.", "x", pattern)
-    if re.search(r"\)(\*|\+|\{[0-9]*,)", plain):
-        return True
-    return len(re.findall(r"\*|\+|\{[0-9]*,[0-9]*\}", plain)) > _MAX_REPEATS
+def _list(value: object) -> list[Any]:
+    return value if isinstance(value, list) else []
 
 
 def _dict(value: object) -> Mapping[Any, Any]:
@@ -212,8 +229,8 @@ def _obstacles(data: Mapping[str, Any]) -> Iterator[str]:
 
 def _tokens(value: Any) -> Mapping[str, tuple[int, ...]]:
     if isinstance(value, dict):
-        return {str(name): tuple(map(int, indices)) for name, indices in value.items()}
-    return {"": tuple(map(int, value))} if value else {}
+        return {str(name): tuple(_list(indices)) for name, indices in value.items()}
+    return {"": tuple(value)} if value else {}
 
 
 def _texts(value: object) -> tuple[str, ...]:
@@ -235,8 +252,18 @@ def _named(names: tuple[str, ...] | str, module: str) -> bool:
     return any(module == name or module.endswith(f".{name}") for name in names)
 
 
+def _layer_pattern(text: str) -> str:
+    return rf".*\.{text}\.(\d+)\."
+
+
 def _matches(pattern: str, text: str) -> bool:
+    return _match(pattern, text) is not None
+
+
+def _match(pattern: str, text: str) -> re.Match[str] | None:
+    if len(text) > _LONGEST:  # no module of a model has such a name
+        return None
     try:
-        return re.match(pattern, text) is not None
-    except re.error:  # peft would fail on it too
-        return False
+        return re.match(pattern, text)
+    except (re.error, OverflowError, RecursionError):  # peft would fail on it too
+        return None

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from reprlib import Repr
 from typing import Any
 
 from modelquirks.planner.dtypes import BITS
-from modelquirks.planner.finding import Finding, Severity
+from modelquirks.planner.finding import Finding, Severity, brief
 
-__all__ = ["DTYPES", "Faults", "Row", "check_entry", "check_layout", "short"]
+__all__ = ["DTYPES", "Faults", "Row", "check_entry", "check_layout"]
 
 DTYPES = {name: bits for name, bits in BITS.items() if name != "C128"}
 """Bits by dtype, of those that the format knows."""
@@ -19,8 +18,6 @@ Row = tuple[str | None, tuple[int, ...] | None, int | None, int | None]
 
 _LIMIT = 1 << 64  # the library counts in unsigned 64-bit integers
 _LISTED = 10
-_repr = Repr()
-_repr.maxlist = _repr.maxdict = 8
 _SENTENCES: dict[str, tuple[Severity, str]] = {
     "data-hole": ("error", "bytes in the data belong to no tensor, before"),
     "data-overlap": ("error", "ranges overlap (each byte may belong to one tensor only)"),
@@ -108,13 +105,13 @@ def _plain(value: Any) -> bool:
 def _dtype(name: str, dtype: Any, faults: Faults) -> str | None:
     if isinstance(dtype, str) and dtype in DTYPES:
         return dtype
-    faults.add("dtype-unknown", name, short(dtype))
+    faults.add("dtype-unknown", name, brief(dtype))
     return None
 
 
 def _shape(name: str, shape: Any, faults: Faults) -> tuple[int, ...] | None:
     if not isinstance(shape, list) or not all(_whole(length) for length in shape):
-        faults.add("shape-invalid", name, short(shape))
+        faults.add("shape-invalid", name, brief(shape))
         return None
     return tuple(shape)
 
@@ -122,7 +119,7 @@ def _shape(name: str, shape: Any, faults: Faults) -> tuple[int, ...] | None:
 def _range(name: str, span: Any, faults: Faults) -> tuple[int, int] | tuple[None, None]:
     if isinstance(span, list) and len(span) == 2 and all(map(_whole, span)) and span[0] <= span[1]:
         return span[0], span[1]
-    faults.add("offsets-invalid", name, short(span))
+    faults.add("offsets-invalid", name, brief(span))
     return None, None
 
 
@@ -131,20 +128,14 @@ def _check_size(name: str, dtype: str, shape: tuple[int, ...], has: int, faults:
     for length in (*shape, DTYPES[dtype]):  # in this order: a 0 comes too late after an overflow
         bits *= length
         if bits >= _LIMIT:
-            faults.add("size-mismatch", name, f"{dtype} {short(list(shape))} has too many elements")
+            faults.add("size-mismatch", name, f"{dtype} {brief(list(shape))} has too many elements")
             return
     if bits % 8:
-        faults.add("sub-byte", name, f"{dtype} {list(shape)} takes {bits} bits")
+        faults.add("sub-byte", name, f"{dtype} {brief(list(shape))} takes {bits} bits")
     elif bits // 8 != has:
-        text = f"{dtype} {short(list(shape))} takes {bits // 8:,} bytes, its range has {has:,}"
+        text = f"{dtype} {brief(list(shape))} takes {bits // 8:,} bytes, its range has {has:,}"
         faults.add("size-mismatch", name, text)
 
 
 def _whole(value: Any) -> bool:
     return type(value) is int and 0 <= value < _LIMIT  # a bool is no length
-
-
-def short(value: Any) -> str:
-    """Return a value of a header as shown in messages, however large or deep it is."""
-    text = _repr.repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}…"

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from modelquirks.planner.checkpoint.json_text import JsonProblem, read_json
 from modelquirks.planner.checkpoint.manifest import Manifest, StoredTensor
 from modelquirks.planner.dtypes import BITS, nbytes
 from modelquirks.planner.finding import shown
@@ -21,7 +22,8 @@ from modelquirks.quirks.recipe import TensorType
 
 __all__ = ["Listing", "ListingError"]
 
-_TYPE = re.compile(r"([A-Z][A-Z0-9_]*|\?) \[([0-9, ]*|\?)\]")
+_SIZE = "[0-9]{1,18}"
+_TYPE = re.compile(rf"([A-Z][A-Z0-9_]*|\?) \[((?:{_SIZE}(?:, ?{_SIZE}){{0,63}})?|\?)\]")
 
 
 class ListingError(ValueError):
@@ -62,15 +64,17 @@ class Listing:
     @classmethod
     def read(cls, path: str | Path) -> Listing:
         """Read what :meth:`write` wrote; :class:`ListingError` if the file is none."""
-        try:
-            data = json.loads(Path(path).read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise ListingError(f"{str(path)!r} is no JSON: {error}") from error
+        data, _ = read_json(Path(path))
+        if isinstance(data, JsonProblem):
+            raise ListingError(f"{str(path)!r} {data.text}; `inspect --listing` writes one")
         if not isinstance(data, dict) or not isinstance(data.get("tensors"), dict):
             raise ListingError(
                 f"{str(path)!r} has no object 'tensors'; `inspect --listing` writes it"
             )
-        return cls(data["tensors"], data.get("config") or {}, data.get("container") or "")
+        config, container = data.get("config") or {}, data.get("container") or ""
+        if not isinstance(config, dict) or not isinstance(container, str):
+            raise ListingError(f"{str(path)!r}: 'config' must be an object, 'container' a text")
+        return cls(data["tensors"], config, container)
 
     def write(self, path: str | Path) -> None:
         """Write it as JSON, a tensor a line."""

@@ -114,10 +114,17 @@ def _opened(path: Path, registry: Callable[[], Registry] | None, options: OpenOp
     if found is not None:
         root = path if path.is_dir() else path.parent
         said = [*_about_plugins(problems), *_unheeded(options, found.chosen, found.format)]
-        said += _beside_opened(path, found) if path.is_dir() else ()
+        said += (*_about_nothing(path, found), *_beside_opened(path, found))
         manifest = _manifest(root, path, content_of(found), *said)
         return replace(manifest, options=replace(found.chosen, expect=None))
     return manifest_at(path, problems, options)
+
+
+def _about_nothing(path: Path, found: Opened) -> Iterator[Finding]:
+    """Say so if a plugin knows the format, and found nothing in it and nothing wrong."""
+    if not found.tensors and all(one.severity != "error" for one in found.findings):
+        text = f"{str(path)!r} is a checkpoint of format {found.format!r} that holds no tensor."
+        yield Finding("no-tensors", "error", text)
 
 
 def _unheeded(options: OpenOptions, chosen: OpenOptions, format: str) -> Iterator[Finding]:
@@ -334,7 +341,9 @@ def _rivals(folder: Folder, chosen: Candidate, index: Index | None) -> Iterator[
 
 
 def _beside_opened(root: Path, opened: Opened) -> Iterator[Finding]:
-    """Name the weight files in the folder that are none of the checkpoint that a plugin opened."""
+    """Name the weight files in a folder that are none of the checkpoint that a plugin opened."""
+    if not root.is_dir():
+        return
     held = {*opened.without_weights, *(shard.name for shard in opened.shards)}
     if others := [name for name in list_folder(root).weights if name not in held]:
         text = (

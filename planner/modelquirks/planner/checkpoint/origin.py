@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from modelquirks.planner.finding import brief
+
 __all__ = ["HubOrigin"]
 
 _PART = "[A-Za-z0-9_][A-Za-z0-9._-]*"
@@ -57,9 +59,9 @@ class HubOrigin:
         ValueError if a part of it would lead out of the folders that are made of them.
         """
         if not all(isinstance(value, str) for value in data.values()):
-            raise TypeError(f"an origin of strings was expected, found {dict(data)!r:.80}")
+            raise TypeError(f"an origin of strings was expected, found {brief(dict(data), 80)}")
         found = cls(**data)
         for name, form in _FORMS.items():
             if not form.fullmatch(value := getattr(found, name)):
-                raise ValueError(f"{name} {value!r:.80} is none that a hub has")
+                raise ValueError(f"{name} {brief(value, 80)} is none that a hub has")
         return found

@@ -5,14 +5,19 @@ done here to plain lists, tuples and dicts. A class or function that a pickle na
 imported: it becomes a :class:`Global`, and calling it becomes an :class:`Opaque` record, unless
 the caller gave a *rebuild* function of that exact name. So a pickle can spend time and memory,
 which are limited, and nothing else.
+
+A pickle of some kilobytes may name one list a million times, and is that large for whoever goes
+through its value: so is also limited how often parts may be used again (:mod:`pickle_size`).
 """
 
 from __future__ import annotations
 
 import pickletools
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, BinaryIO, NamedTuple
+
+from modelquirks.planner.finding import brief
 
 __all__ = ["MAX_BYTES", "MAX_OPCODES", "Global", "Loaded", "Opaque", "PickleProblem", "load"]
 
@@ -20,9 +25,12 @@ MAX_BYTES = 1 << 27
 """A larger pickle is refused: that of 200,000 tensors has 30 MB."""
 MAX_OPCODES = 8_000_000
 """Each may make one object; a tensor takes about 25."""
-
-_MAX_COPIED = 2_000_000
-_SHORT = 64
+_MAX_BITS = 256
+"""Larger numbers mean nothing: states of random generators have 128, the magic of old files 77."""
+_AGAIN = 8
+"""So many times as many values may be copied as the pickle has bytes,"""
+_MAX_COPIED = 6_000_000
+"""and so many in all: the shapes, strides and arguments of 200,000 tensors are 3 million."""
 
 _PYTHON_2 = {"__builtin__": "builtins", "copy_reg": "copyreg"}
 _SIMPLE = (str, int, float, bool, bytes, type(None))
@@ -68,8 +76,7 @@ class Opaque:
 
 
 _KEYS = (*_SIMPLE, Opaque)
-_MAX_BITS = 4096
-"""Of an integer: one of 4,300 digits cannot be written out."""
+_SIZED = (list, tuple, dict, str, bytes)
 
 
 class Loaded(NamedTuple):
@@ -92,22 +99,21 @@ def load(
     the value an :class:`Opaque`. *depth* says within how many pickles this one is. Raises
     :class:`PickleProblem` for bytes that are no pickle.
     """
-    machine = _Machine(rebuild, persistent, depth)
-    limited: Any = _Limited(file)  # genops needs no more of a file than read and readline
+    from modelquirks.planner.checkpoint.pickle_size import check_size  # which needs this
+
+    limited = _Limited(file)
+    machine = _Machine(rebuild, persistent, limited, depth)
     try:
         with warnings.catch_warnings():  # of texts with backslashes, which say what they like
             warnings.simplefilter("ignore", DeprecationWarning)
-            machine.run(limited)
-        return Loaded(machine.stack.pop(), tuple(machine.globals))
+            machine.run()
+        value = machine.stack.pop()
+        check_size(value)
+        return Loaded(value, tuple(machine.globals))
     except (ValueError, IndexError, KeyError, TypeError, OverflowError, UnicodeError) as error:
         kind = type(error).__name__
-        raise PickleProblem(f"has a broken pickle ({kind}: {error!s:.80})") from error
-
-
-def _length(value: Any) -> int:
-    """Return how many values a copy would have; a shape or a stride counts as nothing."""
-    length = len(value) if isinstance(value, list | tuple | dict | str) else 0
-    return length if length > _SHORT else 0
+        text = f"{kind}: {brief(error.args[0] if error.args else '', 80)}"
+        raise PickleProblem(f"has a broken pickle ({text})") from error
 
 
 class _Limited:
@@ -116,6 +122,11 @@ class _Limited:
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
         self._left = MAX_BYTES
+
+    @property
+    def n_bytes(self) -> int:
+        """How much was read."""
+        return MAX_BYTES - self._left
 
     def read(self, size: int) -> bytes:
         if size > self._left:
@@ -132,18 +143,22 @@ class _Limited:
 class _Machine:
     """Stack, marks and memo of one pickle."""
 
-    def __init__(self, rebuild: Rebuild, persistent: Callable[[Any], Any], depth: int) -> None:
+    def __init__(
+        self, rebuild: Rebuild, persistent: Callable[[Any], Any], file: _Limited, depth: int
+    ) -> None:
         self.stack: list[Any] = []
-        self.globals: dict[Global, None] = {}
+        self.globals: dict[Global, str] = {}
         self._marks: list[list[Any]] = []
         self._memo: dict[int, Any] = {}
         self._rebuild = rebuild
         self._persistent = persistent
+        self._file = file
         self._copied = 0
         self._depth = depth
 
-    def run(self, file: Any) -> None:
-        """Do what a whole pickle says."""
+    def run(self) -> None:
+        """Do what the whole pickle says."""
+        file: Any = self._file  # genops needs no more of a file than read and readline
         for count, (opcode, arg, _) in enumerate(pickletools.genops(file)):
             if count >= MAX_OPCODES:
                 raise PickleProblem(f"has a pickle of more than {MAX_OPCODES:,} steps")
@@ -260,7 +275,8 @@ class _Machine:
 
     def _named(self, module: str, name: str = "") -> Global:
         found = Global(_PYTHON_2.get(module, module), name)
-        self.globals[found] = None
+        if found not in self.globals:
+            self.globals[found] = str(found)
         return found
 
     def _extension(self, code: int) -> None:
@@ -291,23 +307,29 @@ class _Machine:
     def _call(self, function: Any, args: Any) -> Any:
         known = self._rebuild.get(function) if isinstance(function, Global) else None
         if known is not None and isinstance(args, tuple):
-            # It can be called again and again with what is large, and may copy that each time.
-            self._copied += sum(_length(arg) for arg in args)
-            if self._copied > _MAX_COPIED:
-                raise PickleProblem(f"has a pickle that copies more than {_MAX_COPIED:,} values")
+            self._count((args, *args))
             try:
                 return known(*args)
             except (TypeError, ValueError, RecursionError):
-                return Opaque(str(function), args)
+                pass
         if function == _NESTED:
             self._look_within(args)
-        return Opaque(str(function) if isinstance(function, Global) else "?", args)
+        return Opaque(self.globals[function] if isinstance(function, Global) else "?", args)
+
+    def _count(self, values: Iterable[Any]) -> None:
+        """Count what is about to be copied: it may be the same again and again."""
+        self._copied += sum(len(value) for value in values if type(value) in _SIZED)
+        if self._copied > min(_AGAIN * self._file.n_bytes, _MAX_COPIED):
+            raise PickleProblem("has a pickle that copies its lists many times over")
 
     def _look_within(self, args: Any) -> None:
         from modelquirks.planner.checkpoint.pickle_within import names_within  # which needs this
 
         content = args[0] if isinstance(args, tuple) and args else None
-        self.globals |= dict.fromkeys(names_within(content, self._depth))
+        within = content.args if isinstance(content, Opaque) else (content,)
+        self._count(within if isinstance(within, tuple) else ())
+        for found in names_within(content, self._depth):
+            self.globals.setdefault(found, str(found))
 
     def _do_build(self, _: Any) -> None:
         state = self.stack.pop()

@@ -17,6 +17,7 @@ from modelquirks.planner.checkpoint.pickle_machine import (
     PickleProblem,
     load,
 )
+from modelquirks.planner.checkpoint.torch_zip import ZIP_ERRORS
 
 __all__ = ["UNREADABLE", "names_within"]
 
@@ -42,7 +43,7 @@ def names_within(content: Any, depth: int = 0) -> tuple[Global, ...]:
                 break
             loaded = load(file, rebuild={}, persistent=_stays, depth=depth + 1)
             found |= dict.fromkeys(loaded.globals)
-    except (PickleProblem, zipfile.BadZipFile, ValueError, KeyError, NotImplementedError, OSError):
+    except (PickleProblem, *ZIP_ERRORS, KeyError, OSError):
         return (*found, UNREADABLE)
     return tuple(found)
 
@@ -60,8 +61,11 @@ def _bytes(content: Any) -> bytes | None:
 def _pickle_of_zip(raw: bytes) -> bytes:
     with zipfile.ZipFile(io.BytesIO(raw)) as archive:
         name = next((n for n in archive.namelist() if n.endswith("data.pkl")), "data.pkl")
-        with archive.open(name) as record:
-            return record.read(MAX_BYTES)
+        record = archive.getinfo(name)
+        if record.compress_type != zipfile.ZIP_STORED:  # torch.save packs nothing; a bomb would be
+            raise zipfile.BadZipFile(name)
+        with archive.open(record) as file:
+            return file.read(MAX_BYTES)
 
 
 def _stays(identifier: Any) -> Any:

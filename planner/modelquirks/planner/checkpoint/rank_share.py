@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from modelquirks.planner import dtypes
 from modelquirks.planner.checkpoint.pickle_machine import Global, Opaque
 from modelquirks.planner.checkpoint.torch_pickle import TensorRecord
+from modelquirks.planner.finding import brief
 from modelquirks.quirks.recipe import Region
 
 __all__ = ["Share", "ShareProblem", "is_share", "share_of"]
@@ -27,6 +28,9 @@ _CLASSES = {
     "torch.distributed.tensor._api.DTensor": "DTensor",
     "torch.distributed._shard.sharded_tensor.api.ShardedTensor": "ShardedTensor",
 }
+_MAX_DIMS = 64
+_MAX_RANKS = 1 << 16
+"""A file that speaks of more is not believed."""
 _REBUILT = "torch._tensor._rebuild_from_type_v2"
 
 
@@ -57,10 +61,14 @@ def share_of(value: Any) -> Share:
     try:
         state = _state_of(value)
         share = _of_mesh(state) if _class_of(value) == "DTensor" else _of_offsets(state)
-    except (TypeError, KeyError, IndexError, AttributeError, ValueError) as error:
+    except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError) as error:
         if isinstance(error, ShareProblem):
             raise
-        raise ShareProblem(f"is a {_class_of(value)} of an unknown form ({error!r:.60})") from error
+        raise ShareProblem(
+            f"is a {_class_of(value)} of an unknown form ({brief(error)})"
+        ) from error
+    if share.ranks > _MAX_RANKS:
+        raise ShareProblem(f"is cut over {share.ranks:,} ranks, which nobody has")
     for region, record in share.pieces:
         if record.shape != tuple(stop - start for start, stop in region):
             raise ShareProblem(
@@ -104,10 +112,10 @@ def _dtype(value: Any) -> str:
 
 
 def _numbers(values: Any) -> tuple[int, ...]:
-    found = tuple(values)
-    if not all(type(number) is int and 0 <= number < 1 << 63 for number in found):
-        raise ShareProblem(f"has {found!r:.40} where whole numbers from 0 belong")
-    return found
+    fits = isinstance(values, tuple | list) and len(values) <= _MAX_DIMS
+    if not fits or not all(type(number) is int and 0 <= number < 1 << 63 for number in values):
+        raise ShareProblem(f"has {brief(values, 40)} where whole numbers from 0 belong")
+    return tuple(values)
 
 
 def _kept(pieces: Sequence[tuple[Region, Any]]) -> tuple[tuple[Region, TensorRecord], ...]:

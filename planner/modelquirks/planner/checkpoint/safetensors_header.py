@@ -24,12 +24,11 @@ from modelquirks.planner.checkpoint.header_rules import (
     Row,
     check_entry,
     check_layout,
-    short,
 )
 from modelquirks.planner.checkpoint.json_text import JsonProblem, parse_json
 from modelquirks.planner.checkpoint.lazy_tensors import LazyTensors
 from modelquirks.planner.checkpoint.manifest import Shard, StoredTensor
-from modelquirks.planner.finding import Finding
+from modelquirks.planner.finding import Finding, brief
 
 __all__ = ["MAX_HEADER_BYTES", "header_digest", "read_header"]
 
@@ -178,5 +177,5 @@ def _metadata(found: Any, faults: Faults) -> dict[str, str]:
         return {}
     for key, value in found.items():
         if not isinstance(value, str):
-            faults.add("metadata-invalid", key, f"{short(value)}, not a string")
+            faults.add("metadata-invalid", key, f"{brief(value)}, not a string")
     return {key: value for key, value in found.items() if isinstance(value, str)}

@@ -17,7 +17,7 @@ from modelquirks.planner.checkpoint.pickle_machine import Opaque
 from modelquirks.planner.checkpoint.pickle_names import TENSOR_LIKE
 from modelquirks.planner.checkpoint.rank_share import is_share
 from modelquirks.planner.checkpoint.torch_pickle import TensorRecord
-from modelquirks.planner.finding import Finding, shown
+from modelquirks.planner.finding import Finding, brief, shown
 
 __all__ = ["Weights", "find_weights"]
 
@@ -203,7 +203,7 @@ def _walk(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _text(key: Any) -> str:
-    return key if isinstance(key, str) else repr(key)
+    return key if isinstance(key, str) else brief(key)
 
 
 def _container_findings(shard: str, value: Any, keys: tuple[str, ...]) -> Iterator[Finding]:

@@ -17,7 +17,7 @@ from modelquirks.planner.checkpoint.manifest import Shard
 from modelquirks.planner.checkpoint.pickle_machine import PickleProblem
 from modelquirks.planner.checkpoint.torch_content import TorchContent
 from modelquirks.planner.checkpoint.torch_pickle import TorchPickle, load
-from modelquirks.planner.finding import Finding
+from modelquirks.planner.finding import Finding, brief
 
 __all__ = ["read_legacy"]
 
@@ -43,7 +43,7 @@ def read_legacy(path: FilePath, *, shard: str, seen: Look) -> TorchContent:
 def _pickles(file: BinaryIO) -> tuple[TorchPickle, list[Any]]:
     magic, protocol, machine = (load(file).value for _ in range(3))
     if magic != _MAGIC or protocol != _PROTOCOL:
-        raise PickleProblem(f"is of an unknown version of the format ({protocol!r:.40})")
+        raise PickleProblem(f"is of an unknown version of the format ({brief(protocol, 40)})")
     if not isinstance(machine, dict) or machine.get("little_endian") is not True:
         raise PickleProblem("was not written on a little-endian machine, which is not read here")
     saved = load(file)
@@ -62,7 +62,9 @@ def _storages(
     for key in keys:
         storage = saved.storages.get(key) if isinstance(key, str) else None
         if storage is None:
-            text = f"{shard!r} has a storage {key!r:.40} of unknown kind; all behind it are lost."
+            text = (
+                f"{shard!r} has a storage {brief(key, 40)} of unknown kind; all behind it are lost."
+            )
             return begins, (Finding("record-missing", "error", text),)
         file.seek(position)
         count = file.read(8)

@@ -14,12 +14,12 @@ from modelquirks.planner import dtypes
 from modelquirks.planner.checkpoint import pickle_machine
 from modelquirks.planner.checkpoint.pickle_machine import Global, PickleProblem
 from modelquirks.planner.checkpoint.pickle_names import STORAGE_MODULES, STORAGES
-from modelquirks.planner.checkpoint.pickle_size import check_size
 
 __all__ = ["StorageRecord", "TensorRecord", "TorchPickle", "load"]
 
 
 _MAX_DIMS = 64
+_MAX_NAME = 64
 
 
 class StorageRecord(NamedTuple):
@@ -80,12 +80,13 @@ def load(file: BinaryIO, known: Mapping[str, Any] | None = None) -> TorchPickle:
         return storage
 
     value, names = pickle_machine.load(file, rebuild=_REBUILD, persistent=persistent)
-    check_size(value)
     return TorchPickle(value, names, storages)
 
 
 def _storage(identifier: Any) -> StorageRecord:
     """Return the storage of ``("storage", type, key, location, length[, view])``."""
+    if not isinstance(identifier, tuple) or not 5 <= len(identifier) <= 6:
+        raise ValueError("not a storage")
     kind, storage, key, _, length, *view = identifier
     if kind != "storage" or not isinstance(storage, Global) or not isinstance(key, str):
         raise ValueError("not a storage")
@@ -99,7 +100,7 @@ def _storage(identifier: Any) -> StorageRecord:
 def _tensor(storage: Any, offset: Any, shape: Any, stride: Any, *_: Any) -> TensorRecord:
     if not isinstance(storage, StorageRecord) or storage.dtype is None:
         raise ValueError("no typed storage")
-    return _checked(TensorRecord(storage, storage.dtype, tuple(shape), tuple(stride), offset))
+    return _checked(storage, storage.dtype, shape, stride, offset)
 
 
 def _tensor_v2(
@@ -122,8 +123,10 @@ def _tensor_v3(
 ) -> TensorRecord:
     if flags or not isinstance(storage, StorageRecord) or not isinstance(dtype, Global):
         raise ValueError("not plain")
+    if len(dtype.name) > _MAX_NAME:  # it would be in the message of the error, each time
+        raise ValueError("not plain")
     name = dtypes.from_torch(dtype.name)
-    tensor = _checked(TensorRecord(storage, name, tuple(shape), tuple(stride), offset))
+    tensor = _checked(storage, name, shape, stride, offset)
     return _unpacked(tensor) if name == "F4" else tensor
 
 
@@ -136,15 +139,18 @@ def _unpacked(tensor: TensorRecord) -> TensorRecord:
     return TensorRecord(tensor.storage, "F4", shape, stride, 2 * tensor.offset)
 
 
-def _checked(tensor: TensorRecord) -> TensorRecord:
-    numbers = (*tensor.shape, *tensor.stride, tensor.offset)
-    if len(tensor.shape) > _MAX_DIMS:
+def _checked(
+    storage: StorageRecord, dtype: str, shape: Any, stride: Any, offset: Any
+) -> TensorRecord:
+    if not isinstance(shape, tuple | list) or not isinstance(stride, tuple | list):
+        raise TypeError("shape and stride must be tuples")
+    if len(shape) > _MAX_DIMS:
         raise ValueError(f"more than {_MAX_DIMS} dimensions, as torch allows them")
-    if len(tensor.shape) != len(tensor.stride) or not all(map(_whole, numbers)):
+    if len(shape) != len(stride) or not all(map(_whole, (*shape, *stride, offset))):
         raise ValueError("shape, stride and offset must be whole numbers from 0")
-    if math.prod(tensor.shape) >= 1 << 63:  # by a stride of 0 that takes no storage
+    if math.prod(shape) >= 1 << 63:  # by a stride of 0 that takes no storage
         raise ValueError("more elements than torch can count")
-    return tensor
+    return TensorRecord(storage, dtype, tuple(shape), tuple(stride), offset)
 
 
 def _parameter(data: Any, *_: Any) -> Any:
@@ -153,7 +159,8 @@ def _parameter(data: Any, *_: Any) -> Any:
 
 def _from_type(function: Any, _type: Any, args: Any, _state: Any) -> Any:
     """Return the plain tensor in one of a subclass of Tensor, or with attributes."""
-    if not isinstance(function, Global) or function not in _REBUILD:
+    is_tensor = isinstance(function, Global) and function.name.startswith("_rebuild")
+    if not is_tensor or function not in _REBUILD or not isinstance(args, tuple):
         raise ValueError("not a known tensor")
     return _REBUILD[function](*args)
 

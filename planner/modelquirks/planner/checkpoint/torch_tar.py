@@ -27,7 +27,7 @@ from modelquirks.planner.checkpoint.torch_pickle import (
     load,
 )
 from modelquirks.planner.dtypes import nbytes
-from modelquirks.planner.finding import Finding
+from modelquirks.planner.finding import Finding, brief, shown
 
 __all__ = ["read_tar"]
 
@@ -50,16 +50,18 @@ def read_tar(path: FilePath, *, shard: str, seen: Look) -> TorchContent:
         try:
             with tarfile.open(fileobj=file, mode="r:") as archive:
                 parts = {name: archive.getmember(name) for name in _PARTS}
-        except (tarfile.TarError, KeyError) as error:
+        except (tarfile.TarError, KeyError, ValueError, OverflowError, MemoryError) as error:
             raise PickleProblem(
                 "is a tar archive, but not one of torch.save, or it is cut off; of other archives "
-                f"take the weights out first ({error!s:.60})"
+                f"take the weights out first ({brief(str(error))})"
             ) from error
+        if beyond := [n for n, part in parts.items() if not _is_inside(part, seen.size_bytes)]:
+            raise PickleProblem(f"is cut off: {shown(beyond)} are not in it as its headers say")
         try:
-            stored = _storages(file, parts["storages"].offset_data)
+            stored = _storages(file, parts["storages"].offset_data, seen.size_bytes)
             tensors = _tensors(file, parts["tensors"].offset_data, stored.records)
         except (struct.error, TypeError, ValueError, KeyError) as error:
-            raise PickleProblem(f"has a broken list of tensors ({error!r:.60})") from error
+            raise PickleProblem(f"has a broken list of tensors ({brief(error)})") from error
         file.seek(parts["pickle"].offset_data)
         saved = load(file, known={**stored.records, **tensors})
         file.seek(parts["tensors"].offset_data)
@@ -77,6 +79,10 @@ def read_tar(path: FilePath, *, shard: str, seen: Look) -> TorchContent:
     return TorchContent(found, value, stored.begins, findings=findings)
 
 
+def _is_inside(part: tarfile.TarInfo, size: int) -> bool:
+    return 0 <= part.offset_data <= part.offset_data + max(part.size, 0) <= size
+
+
 def _number(file: BinaryIO, form: str) -> int:
     (value,) = struct.unpack(form, file.read(struct.calcsize(form)))
     return int(value)
@@ -85,35 +91,51 @@ def _number(file: BinaryIO, form: str) -> int:
 def _count(file: BinaryIO) -> int:
     count = load(file).value
     if type(count) is not int or not 0 <= count <= _MAX_ITEMS:
-        raise ValueError(f"{count!r:.20} items")
+        raise ValueError(f"{brief(count, 20)} items")
     return count
 
 
-def _storages(file: BinaryIO, at: int) -> _Stored:
+def _storages(file: BinaryIO, at: int, size: int) -> _Stored:
+    """Return the storages in the part of the file from *at* on; those behind its end are lost."""
     file.seek(at)
     records: dict[str, StorageRecord] = {}
     begins: dict[str, int] = {}
     end = at
     for _ in range(_count(file)):
         key, _, kind = load(file).value
-        length = _number(file, "<q")
-        record = StorageRecord(str(key), _dtype(kind), length)
-        records[str(key)], begins[str(key)] = record, file.tell()
+        record = StorageRecord(_key(key), _dtype(kind), _whole(_number(file, "<q")))
+        records[record.key], begins[record.key] = record, file.tell()
         end = file.tell() + record.nbytes
+        if end > size:
+            return _Stored(records, begins, end)
         file.seek(end)
     for target, root, offset, length in load(file).value or ():
-        whole = records[str(root)]
-        size = nbytes(whole.dtype or "U8", (1,))
-        records[str(target)] = StorageRecord(str(target), whole.dtype, length)
-        begins[str(target)] = begins[str(root)] + offset * size
+        whole = records[_key(root)]
+        width = nbytes(whole.dtype or "U8", (1,))
+        if _whole(offset) + _whole(length) > whole.length:
+            raise ValueError("a view beyond its storage")
+        records[_key(target)] = StorageRecord(_key(target), whole.dtype, length)
+        begins[_key(target)] = begins[_key(root)] + offset * width
     return _Stored(records, begins, end)
+
+
+def _key(value: Any) -> str:
+    if not isinstance(value, str | int):
+        raise TypeError("a key that is none")
+    return str(value)
+
+
+def _whole(value: Any) -> int:
+    if type(value) is not int or not 0 <= value < 1 << 63:
+        raise ValueError("a size that is none")
+    return value
 
 
 def _dtype(kind: Any) -> str:
     known = isinstance(kind, Global) and kind.module in STORAGE_MODULES
     dtype = STORAGES.get(kind.name) if known else None
     if dtype is None:
-        raise ValueError(f"a storage of {kind!r:.40}")
+        raise ValueError(f"a storage of {brief(kind, 40)}")
     return dtype
 
 
@@ -131,7 +153,7 @@ def _tensors(
         numbers = struct.unpack(f"<{2 * n_dims + 1}q", file.read(8 * (2 * n_dims + 1)))
         if min(numbers) < 0:
             raise ValueError("a negative size")
-        storage = storages[str(storage_key)]
+        storage = storages[_key(storage_key)]
         shape, stride = tuple(numbers[:n_dims]), tuple(numbers[n_dims:-1])
-        found[str(key)] = TensorRecord(storage, storage.dtype or "U8", shape, stride, numbers[-1])
+        found[_key(key)] = TensorRecord(storage, storage.dtype or "U8", shape, stride, numbers[-1])
     return found

@@ -27,14 +27,20 @@ from modelquirks.planner.checkpoint.torch_content import TorchContent, weights_o
 from modelquirks.planner.checkpoint.torch_legacy import read_legacy
 from modelquirks.planner.checkpoint.torch_pickle import StorageRecord, TensorRecord, load
 from modelquirks.planner.checkpoint.torch_tar import read_tar
-from modelquirks.planner.finding import Finding, shown
+from modelquirks.planner.finding import Finding, brief, shown
 
-__all__ = ["read_content", "read_item", "read_torch", "written_as"]
+__all__ = ["ZIP_ERRORS", "read_content", "read_item", "read_torch", "written_as"]
 
-_ZIP_ERRORS = (zipfile.BadZipFile, struct.error, ValueError, NotImplementedError)
+ZIP_ERRORS = (
+    *(zipfile.BadZipFile, struct.error, ValueError, NotImplementedError, OverflowError),
+    *(zlib.error, EOFError, RuntimeError, IndexError),
+)
+"""What ``zipfile`` raises for bytes that are no archive, or a damaged one."""
+_PLAIN = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
+_MAX_PACKED = 100
+"""A record may be so many times as large as it is in the file; beyond 1 MiB. Pickles get to 20."""
 _LOCAL = struct.Struct("<4s4xH8xIIHH")
 """Signature, …, compression, …, both sizes, length of the name, length of the extra field."""
-_PLAIN = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
 _FORMATS = {
     "pickle": "is a pickle, but no file of torch.save",
     "safetensors": "is a safetensors file; give it that name",
@@ -211,7 +217,7 @@ def _opened(file: BinaryIO | _Window) -> _Archive:
         archive = zipfile.ZipFile(careful)
     except _Refused:
         raise
-    except (*_ZIP_ERRORS, OSError) as error:
+    except (*ZIP_ERRORS, OSError) as error:
         raise _Refused(
             "zip-truncated",
             f"begins as a zip file and has no whole directory at its end ({error}): it is cut off",
@@ -232,22 +238,27 @@ def _opened(file: BinaryIO | _Window) -> _Archive:
     below = {i.filename.removeprefix(root): i for i in archive.infolist()}
     found = _Archive(file, archive, below, root.rstrip("/"))
     if "byteorder" in below and (order := _content(found, "byteorder")) != b"little":
-        raise _Refused("big-endian", f"has the byte order {order!r:.20}; only 'little' is read")
+        raise _Refused(
+            "big-endian", f"has the byte order {brief(order, 20)}; only 'little' is read"
+        )
     return found
 
 
 def _content(archive: _Archive, name: str) -> bytes:
     """Return the bytes of a small record."""
-    if archive.records[name].compress_type not in _PLAIN:  # others ask for memory before any byte
+    told = archive.records[name]
+    if told.compress_type not in _PLAIN:  # others ask for memory before any byte
         raise _Refused("zip-invalid", f"has a record {name!r} that is packed in an unusual way")
-    try:
-        with archive.reader.open(archive.records[name]) as record:
-            content = record.read(MAX_BYTES + 1)
-    except (*_ZIP_ERRORS, zlib.error, EOFError, RuntimeError) as error:
-        raise _Refused("zip-invalid", f"has a broken record {name!r} ({error})") from error
-    if len(content) > MAX_BYTES:
+    if told.file_size > MAX_BYTES:  # no more than it claims is ever unpacked
         raise _Refused("pickle-invalid", f"has a record {name!r} of more than {MAX_BYTES:,} bytes")
-    return content
+    if told.file_size > max(1 << 20, _MAX_PACKED * told.compress_size):
+        text = f"has a record {name!r} that claims {told.file_size:,} bytes"
+        raise _Refused("pickle-invalid", f"{text} and takes {told.compress_size:,}: a bomb")
+    try:
+        with archive.reader.open(told) as record:
+            return record.read(told.file_size + 1)
+    except ZIP_ERRORS as error:
+        raise _Refused("zip-invalid", f"has a broken record {name!r} ({error})") from error
 
 
 def _begins(
@@ -309,6 +320,8 @@ def _begin(archive: _Archive, storage: StorageRecord) -> int:
     if record.file_size != storage.nbytes or record.compress_size != record.file_size:
         text = f"{record.file_size:,} bytes, its storage needs {storage.nbytes:,}"
         raise _Refused("record-size", text)
+    if not 0 <= record.header_offset < archive.reader.start_dir:
+        raise _Refused("record-misplaced", "not where the directory says, or cut off")
     archive.file.seek(record.header_offset)
     wanted = _name(record)
     head = (archive.file.read(_LOCAL.size + len(wanted)) or b"").ljust(_LOCAL.size, b"\0")

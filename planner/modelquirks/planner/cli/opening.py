@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
+from modelquirks.planner.checkpoint.file_kind import look
 from modelquirks.planner.checkpoint.openoptions import OpenOptions, Weights
 from modelquirks.planner.cli.command import CallError
 from modelquirks.planner.cli.parsing import checked, read_json_file
@@ -48,7 +49,7 @@ def opening_options(args: argparse.Namespace) -> OpenOptions:
 
 def _expected(text: str) -> Mapping[str, Any]:
     """Return what is expected: pairs, or the content of a JSON file."""
-    if "=" not in text or Path(text).is_file():
+    if "=" not in text or look(Path(text)).kind not in ("absent", "unreadable"):
         data = read_json_file(text, "not as zero_stage=3,dp=8, nor ")
         if not isinstance(data, dict) or not data:
             raise CallError(f"{text!r} holds no JSON object with settings")

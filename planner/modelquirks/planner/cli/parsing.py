@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from modelquirks.planner.checkpoint.json_text import JsonProblem, read_json
 from modelquirks.planner.cli.command import CallError
 
 __all__ = ["checked", "read_json_file"]
@@ -27,9 +27,11 @@ def checked(parse: Callable[[str], Any]) -> Callable[[str], Any]:
 
 def read_json_file(path: str, other: str = "") -> Any:
     """Return the JSON of a file; CallError if there is none, *other* saying what it is not."""
-    try:
-        return json.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise CallError(f"{path!r} is {other}a file that can be read ({error.strerror})") from error
-    except (ValueError, RecursionError) as error:
-        raise CallError(f"{path!r} is no JSON: {error}") from error
+    value, _ = read_json(Path(path))
+    if isinstance(value, JsonProblem):
+        what = f"is {other}a file that can be read: it " if value.code in _NO_FILE else ""
+        raise CallError(f"{path!r} {what}{value.text}")
+    return value
+
+
+_NO_FILE = ("file-unreadable",)

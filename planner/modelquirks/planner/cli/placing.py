@@ -150,7 +150,8 @@ def _frequencies(text: str) -> Mapping[str, list[float]]:
 
 def _is_shares(layer: str, row: object) -> bool:
     return (
-        layer.isdigit()
+        layer.isascii()
+        and layer.isdecimal()
         and isinstance(row, list)
         and len(row) > 0
         and all(isinstance(p, int | float) and 0 <= p <= 1 for p in row)

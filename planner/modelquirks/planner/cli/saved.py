@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
+
+from modelquirks.planner.checkpoint.json_text import read_json
 
 __all__ = ["is_plan"]
 
@@ -12,8 +13,5 @@ def is_plan(path: Path) -> bool:
     """Tell whether *path* is a file that holds a plan, or at least the report of one."""
     if not path.is_file() or path.suffix != ".json":
         return False
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError):
-        return False
+    data, _ = read_json(path)
     return isinstance(data, dict) and "schema" in data

@@ -189,7 +189,10 @@ class OffloadStore:
             raise OSError(errno.EIO, header.findings[0].message, str(path))
         if header.shard.digest != record.digest:
             return "has another header than it was given"
-        return by_key(header)
+        try:
+            return by_key(header)
+        except ValueError as error:
+            return f"is damaged ({error})"
 
     def _useless(self) -> list[Path]:
         """Return files of ours that nobody can use: unfinished, damaged, or not recorded."""

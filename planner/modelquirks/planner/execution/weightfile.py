@@ -97,8 +97,20 @@ def head_of(tensors: Iterable[Sized], metadata: Mapping[str, str]) -> bytes:
 
 
 def by_key(header: Header) -> Mapping[str, StoredTensor]:
-    """Return the tensors of such a file by the digest of how they are made."""
-    keys = json.loads(header.metadata[_KEYS])
+    """Return the tensors of such a file by the digest of how they are made.
+
+    ValueError if it is no such file, or is damaged.
+    """
+    if errors := [found.message for found in header.findings if found.severity == "error"]:
+        raise ValueError(errors[0])
+    try:
+        keys = json.loads(header.metadata.get(_KEYS, ""))
+    except RecursionError as error:
+        raise ValueError(f"its {_KEYS!r} are nested without end") from error
+    if not isinstance(keys, dict) or keys.keys() != header.entries.keys():
+        raise ValueError(f"its {_KEYS!r} are not of its tensors")
+    if not all(isinstance(key, str) for key in keys.values()):
+        raise ValueError(f"its {_KEYS!r} are no digests")
     return {keys[name]: tensor for name, tensor in header.entries.items()}
 
 

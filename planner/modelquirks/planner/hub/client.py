@@ -8,18 +8,24 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from json import JSONDecodeError
 from typing import NamedTuple, TypeVar
 
 from huggingface_hub import HfApi, constants, get_hf_file_metadata, hf_hub_url
 from huggingface_hub.errors import HfHubHTTPError, RemoteEntryNotFoundError
-from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
+from huggingface_hub.utils import (
+    build_hf_headers,
+    get_session,
+    hf_raise_for_status,
+    validate_repo_id,
+)
 
+from modelquirks.planner.finding import brief
 from modelquirks.planner.hub.failure import HubFailure
 
-__all__ = ["COMMIT", "HTTP_ERROR", "Client", "Listed", "Piece", "Remote"]
+__all__ = ["COMMIT", "HTTP_ERROR", "Client", "Listed", "Piece", "Remote", "readable"]
 
 T = TypeVar("T")
 
@@ -34,7 +40,9 @@ _LONGEST_PAUSE = 60.0
 _WORTHWHILE_BYTES = 16 << 10
 _SKIPPED_BYTES = 4 << 20
 """So much is read past where a server cannot give a range."""
-_RANGE = re.compile(r"bytes (?:([0-9]+)-([0-9]+)|\*)/([0-9]+)")
+_RANGE = re.compile(r"bytes (?:([0-9]{1,18})-([0-9]{1,18})|\*)/([0-9]{1,18})")
+_UNREADABLE = (ValueError, TypeError, LookupError, AttributeError, RecursionError, OverflowError)
+"""What huggingface_hub raises where an answer is not of the form that it expects."""
 
 
 class Listed(NamedTuple):
@@ -75,8 +83,8 @@ class Remote:
         known = self.versions.setdefault("/".join(url.split("/")[:3]), tag)
         if known != tag:
             raise HubFailure(
-                f"the file {self.url!r} changed while it was read (ETag {known!r}, then {tag!r}); "
-                "try again"
+                f"the file {self.url!r} changed while it was read (ETag {brief(known)}, then "
+                f"{brief(tag)}); try again"
             )
 
 
@@ -99,7 +107,7 @@ class Client:
 
     def listing(self, repository: str, revision: str) -> Listed:
         """Return the files of a revision: one request, which gives names alone."""
-        try:
+        with readable("the list of files"):
             found = retried(
                 lambda: HfApi(endpoint=self.endpoint).model_info(
                     repository,
@@ -109,28 +117,26 @@ class Client:
                     timeout=constants.HF_HUB_DOWNLOAD_TIMEOUT,
                 )
             )
-        except (JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError) as error:
+            names = tuple(file.rfilename for file in found.siblings or ())
+            name = str(found.id)
+            validate_repo_id(name)  # it becomes the name of a folder, as the commit does
+        commit: object = found.sha
+        if not isinstance(commit, str) or not COMMIT.fullmatch(commit):
             raise HubFailure(
-                f"{self.endpoint} answers with something else than the list of its files "
-                f"({type(error).__name__}): a login page, or no hub"
-            ) from error
-        commit = str(found.sha)
-        if not COMMIT.fullmatch(commit):  # it becomes the name of a folder
-            raise HubFailure(
-                f"the hub gives {commit!r} as a commit; 40 hexadecimal digits were meant"
+                f"the hub gives {brief(commit)} as a commit; 40 hexadecimal digits were meant"
             )
-        names = tuple(file.rfilename for file in found.siblings or ())
-        if not isinstance(found.id, str) or not all(isinstance(name, str) for name in names):
-            raise HubFailure(f"{self.endpoint} lists files under names that are no texts")
-        return Listed(found.id, commit, names)
+        if odd := [name for name in names if not isinstance(name, str)]:
+            raise HubFailure(f"the hub lists {brief(odd[0])} as a file; a name was expected")
+        return Listed(name, commit, names)
 
     def commit(self, repository: str, revision: str, name: str) -> str | None:
         """Return the commit that *revision* is now, asked by the headers of the file *name*."""
         url = hf_hub_url(repository, name, revision=revision, endpoint=self.endpoint)
         try:
-            found = retried(
-                lambda: get_hf_file_metadata(url, headers=self.headers, endpoint=self.endpoint)
-            )
+            with readable(f"the headers of {name!r}"):
+                found = retried(
+                    lambda: get_hf_file_metadata(url, headers=self.headers, endpoint=self.endpoint)
+                )
         except RemoteEntryNotFoundError as error:  # the file is gone, the answer still says it
             return error.response.headers.get(constants.HUGGINGFACE_HEADER_X_REPO_COMMIT)
         return found.commit_hash
@@ -139,7 +145,7 @@ class Client:
         """Return the branches and tags; none if the hub does not say."""
         try:
             refs = HfApi(endpoint=self.endpoint).list_repo_refs(repository, token=self.token)
-        except (OSError, HTTP_ERROR):
+        except (OSError, HTTP_ERROR, *_UNREADABLE):
             return ()
         return tuple(ref.name for ref in (*refs.branches, *refs.tags))
 
@@ -154,7 +160,8 @@ class Client:
         it gives is something else.
         """
         got = _Got(begin, end)
-        retried(lambda: self._go_on(remote, got), progress=lambda: len(got.content))
+        with readable(f"bytes of {remote.url!r}"):
+            retried(lambda: self._go_on(remote, got), progress=lambda: len(got.content))
         return Piece(bytes(got.content), got.size)
 
     def _go_on(self, remote: Remote, got: _Got) -> None:
@@ -207,6 +214,8 @@ class _Got:
     begin: int
     end: int
     size: int = -1
+    until: int = 0
+    """Where the answer that is being read says it ends."""
     content: bytearray = field(default_factory=bytearray)
 
     @property
@@ -229,21 +238,23 @@ class _Got:
         """Check what an answer says it is; return how many of its bytes come before ours."""
         if status == 206:
             first, last, size = _sizes(headers, url)
-            if first != self.position or last >= size:
+            if first != self.position or not first <= last < size:
                 raise HubFailure(
                     f"the answer for bytes {self.position:,} to {self.end - 1:,} of {url!r} is of "
                     f"bytes {first:,} to {last:,} of {size:,}; something between here and the hub "
                     "alters requests: leave it out, or download the files first"
                 )
             self.end_at(size)
+            self.until = last + 1
             return 0
         length = headers.get("content-length", "")
-        if not length.isdigit() or headers.get("content-encoding", "identity") != "identity":
+        if not _is_number(length) or headers.get("content-encoding", "identity") != "identity":
             raise HubFailure(
                 f"the server of {url!r} answers without ranges and without a plain "
                 "length; download the files first"
             )
         self.end_at(int(length))
+        self.until = self.size
         if self.position > _SKIPPED_BYTES:
             raise HubFailure(
                 f"the server of {url!r} gives no ranges of a file, and byte {self.position:,} is "
@@ -254,7 +265,7 @@ class _Got:
 
     def take(self, chunk: bytes) -> bool:
         """Add *chunk*, as far as it was asked for; tell whether nothing is lacking."""
-        self.content += chunk[: self.lacking]
+        self.content += chunk[: max(0, min(self.lacking, self.until - self.position))]
         return not self.lacking
 
 
@@ -286,7 +297,7 @@ def _pause(error: Exception, failed: int) -> float | None:
     if error.response.status_code not in _PASSING:
         return None
     told = error.response.headers.get("retry-after", "")
-    if not told.isdigit():
+    if not _is_number(told):
         return _PAUSES[failed]
     return max(float(told), 0.0) if float(told) <= _LONGEST_PAUSE else None
 
@@ -301,10 +312,30 @@ def _sizes(headers: Mapping[str, str], url: str) -> tuple[int, int, int]:
     found = _RANGE.fullmatch(told)
     if found is None:
         raise HubFailure(
-            f"the answer for a range of {url!r} has the Content-Range {told!r}; 'bytes "
+            f"the answer for a range of {url!r} has the Content-Range {brief(told)}; 'bytes "
             "first-last/size' was expected"
         )
     return int(found[1] or 0), int(found[2] or 0), int(found[3])
+
+
+def _is_number(text: str) -> bool:
+    """Tell whether a header has a number, of at most 18 digits."""
+    return text.isascii() and text.isdecimal() and len(text) <= 18
+
+
+@contextmanager
+def readable(what: str) -> Generator[None, None, None]:
+    """Say so where the hub's answer is not what huggingface_hub can read."""
+    try:
+        yield
+    except (OSError, HTTP_ERROR):  # of which some are ValueErrors too
+        raise
+    except _UNREADABLE as error:
+        raise HubFailure(
+            f"the hub's answer for {what} is not of the form that was expected "
+            f"({type(error).__name__}: {brief(str(error), 100)}); something between here and the "
+            "hub may alter answers (a login page?), or HF_ENDPOINT is no hub"
+        ) from None
 
 
 def _same_host(url: str, other: str) -> bool:

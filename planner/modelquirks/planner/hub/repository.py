@@ -23,7 +23,7 @@ from huggingface_hub.utils import (
 )
 
 from modelquirks.planner.checkpoint.index import leaves_folder
-from modelquirks.planner.hub.client import HTTP_ERROR, Client, Listed, Piece, Remote
+from modelquirks.planner.hub.client import HTTP_ERROR, Client, Listed, Piece, Remote, readable
 from modelquirks.planner.hub.failure import HubFailure
 from modelquirks.planner.hub.remotefile import AT_ONCE, FIRST_BYTES, RemoteFile
 from modelquirks.planner.hub.store import Store, snapshot_folder
@@ -126,7 +126,7 @@ class Repository:
 
     def _download(self, name: str) -> Path:
         """Have huggingface_hub put a small file into its cache."""
-        with told(), _quiet():
+        with told(), _quiet(), readable(f"the file {name!r}"):
             return Path(
                 hf_hub_download(
                     self.id,

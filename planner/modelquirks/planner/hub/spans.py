@@ -59,15 +59,23 @@ class Spans:
     def parse(cls, raw: bytes) -> Spans:
         """Return what :meth:`dump` gave; ValueError if that is damaged."""
         line, _, content = raw.partition(b"\n")
-        head = json.loads(line)
+        try:
+            head = json.loads(line)
+        except RecursionError:
+            raise ValueError("lists in lists without end") from None
         if not isinstance(head, dict) or head.keys() != _HEAD:
             raise ValueError("no line that says what follows")
-        if sum(head["lengths"]) != len(content):
-            raise ValueError(f"{len(content)} bytes where {sum(head['lengths'])} should be")
+        size, begins, lengths = head["size"], head["begins"], head["lengths"]
+        if not all(type(n) is int and n >= 0 for n in (size, *begins, *lengths)):
+            raise ValueError("sizes that are no whole numbers from 0")
+        if sum(lengths) != len(content):
+            raise ValueError(f"{len(content)} bytes where {sum(lengths)} should be")
+        found, position, known = cls(size), 0, 0
+        for begin, length in zip(begins, lengths, strict=True):
+            if not known <= begin <= begin + length <= size:
+                raise ValueError("parts that overlap, or lie beyond the file")
+            found.add(begin, content[position : position + length])
+            position, known = position + length, begin + length
         if hashlib.sha256(content).hexdigest() != head["sha256"]:  # the machine went down, say
             raise ValueError("other bytes than were written")
-        found, position = cls(int(head["size"])), 0
-        for begin, length in zip(head["begins"], head["lengths"], strict=True):
-            found.add(begin, content[position : position + length])
-            position += length
         return found

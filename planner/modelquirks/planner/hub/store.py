@@ -15,6 +15,7 @@ from urllib.parse import quote
 
 from huggingface_hub import constants
 from huggingface_hub.file_download import repo_folder_name
+from huggingface_hub.utils import validate_repo_id
 
 from modelquirks.planner.checkpoint.index import leaves_folder
 from modelquirks.planner.execution.wholefile import clear_partials, write_whole
@@ -46,7 +47,10 @@ class Store:
         found = _json(self._folder(repository, "refs") / _name(revision))
         if not isinstance(found, list) or len(found) != 3 or found[0] != self._endpoint:
             return None
-        return Ref(str(found[1]), str(found[2]))
+        _, name, commit = found
+        if not isinstance(name, str) or not isinstance(commit, str) or not COMMIT.fullmatch(commit):
+            return None
+        return Ref(name, commit) if _is_repository(name) else None
 
     def put_ref(self, repository: str, revision: str, ref: Ref) -> None:
         """Keep what a revision is."""
@@ -125,6 +129,14 @@ def _folder_name(repository: str) -> str:
     return repo_folder_name(repo_id=repository, repo_type="model")
 
 
+def _is_repository(name: str) -> bool:
+    try:
+        validate_repo_id(name)
+    except ValueError:
+        return False
+    return True
+
+
 def _name(text: str) -> str:
     return quote(text, safe="")
 
@@ -132,5 +144,5 @@ def _name(text: str) -> str:
 def _json(path: Path) -> object:
     try:
         return json.loads(path.read_bytes())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None

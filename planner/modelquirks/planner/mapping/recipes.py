@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import starmap
 from typing import Any
 
+from modelquirks.planner.finding import brief
 from modelquirks.quirks.recipe import (
     Concat,
     Dequantize,
@@ -99,9 +100,11 @@ class FamilyRecipe:
         node = from_json(data["node"])
         texts = (data["target"], *(t for n in nodes(node) for t in _templates(n)))
         if odd_text := next((t for t in texts if not _TEMPLATE.fullmatch(t)), None):
-            raise RecipeError(f"names of the recipe: {odd_text!r:.80} has other slots than {{i}}")
+            raise RecipeError(
+                f"names of the recipe: {brief(odd_text, 80)} has other slots than {{i}}"
+            )
         if (reads := _reads(node) * max(1, len(data["members"]))) > _MAX_READS:
-            raise RecipeError(f"the recipe for {data['target']!r:.80} reads {reads:,} tensors")
+            raise RecipeError(f"the recipe for {brief(data['target'], 80)} reads {reads:,} tensors")
         recipe = cls(
             target=data["target"],
             node=node,

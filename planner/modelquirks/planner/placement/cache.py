@@ -133,7 +133,7 @@ def _settings(config: Config, number: int, kind: str) -> Config:
     given = config.get("per_layer_config")
     if not isinstance(given, Mapping):
         return {**config, **_own(config, kind)}
-    own = next((v for k, v in given.items() if str(k).isdigit() and int(k) == number), None)
+    own = next((v for k, v in given.items() if str(k).isdecimal() and int(k) == number), None)
     # Such configs have these already in what is the layer's own.
     rest = {k: v for k, v in config.items() if k not in _GLOBAL}
     return {**rest, **own} if isinstance(own, Mapping) else rest

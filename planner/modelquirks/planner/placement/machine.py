@@ -14,6 +14,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from modelquirks.planner.checkpoint.json_text import JsonProblem, read_json
 from modelquirks.planner.placement.memory import (
     Device,
     canonical_order,
@@ -134,15 +135,12 @@ def read_machine(name: str) -> Machine:
     if name in shipped_machines():
         text = (files("modelquirks.planner.placement") / "machines" / f"{name}.json").read_text()
         return described(json.loads(text), name)
-    try:
-        data = json.loads(Path(name).read_text(encoding="utf-8"))
-    except OSError as error:
+    data, _ = read_json(Path(name))
+    if isinstance(data, JsonProblem):
         known = ", ".join(shipped_machines())
         raise MachineError(
-            f"machine {name!r} is none of {known}, nor a file that can be read ({error.strerror})"
-        ) from error
-    except (ValueError, RecursionError) as error:
-        raise MachineError(f"machine {name!r} is no JSON: {error}") from error
+            f"machine {name!r} is none of {known}, nor a file that can be read: it {data.text}"
+        )
     return described(data, name)
 
 

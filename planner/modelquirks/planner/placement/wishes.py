@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ from modelquirks.planner.placement.workload import Reserve, Workload
 
 __all__ = ["Wishes", "parse_pin", "pinned"]
 
-_RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
+_RANGE = re.compile(r"\{([0-9]{1,6})\.\.([0-9]{1,6})\}")
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,18 @@ def parse_pin(text: str) -> tuple[tuple[str, Device], ...]:
         device = parse_device(written)
     except ValueError as error:
         raise ValueError(f"pin {text!r}: {error}") from error
+    if not 0 < _n_expanded(name) <= _MAX_PINS:
+        raise ValueError(f"pin {text!r} stands for {_n_expanded(name):,} modules; write {{0..9}}")
     return tuple((each, device) for each in _expanded(name.strip()))
+
+
+_MAX_PINS = 100_000
+
+
+def _n_expanded(name: str) -> int:
+    """Return how many names *name* stands for."""
+    counts = (int(last) - int(first) + 1 for first, last in _RANGE.findall(name))
+    return math.prod(max(count, 0) for count in counts)
 
 
 def _expanded(name: str) -> Iterator[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
@@ -46,8 +47,13 @@ def assembled(chunks: Sequence[Chunk], shape: tuple[int, ...]) -> Node:
     return _filling(whole, [chunk for chunk in chunks if _volume(chunk.region)])
 
 
-def _filling(region: Region, chunks: Sequence[Chunk]) -> Node:
+_MAX_DEPTH = 64
+
+
+def _filling(region: Region, chunks: Sequence[Chunk], depth: int = 0) -> Node:
     """Return the node for *region*, which all *chunks* lie in."""
+    if depth > _MAX_DEPTH:
+        raise RecipeError(f"its chunks are no grid, within {shown_region(region)} neither")
     if not chunks:
         raise RecipeError(f"no chunk covers {shown_region(region)}")
     if len(chunks) == 1 and chunks[0].region == region:
@@ -59,7 +65,8 @@ def _filling(region: Region, chunks: Sequence[Chunk]) -> Node:
     for dim in range(len(region)):
         cuts = _cuts(region, chunks, dim)
         if len(cuts) > 2:
-            return Concat(tuple(_slab(region, chunks, dim, cut) for cut in pairwise(cuts)), dim)
+            slabs = zip(pairwise(cuts), _dealt(chunks, dim, cuts), strict=True)
+            return Concat(tuple(_slab(region, *slab, dim, depth) for slab in slabs), dim)
     if sum(_volume(chunk.region) for chunk in chunks) < _volume(region):
         raise RecipeError(
             f"its chunks cover only part of {shown_region(region)}: "
@@ -69,9 +76,18 @@ def _filling(region: Region, chunks: Sequence[Chunk]) -> Node:
     raise RecipeError(f"chunks {first.place!r} and {second.place!r} overlap or are no grid")
 
 
-def _slab(region: Region, chunks: Sequence[Chunk], dim: int, bounds: tuple[int, int]) -> Node:
-    inside = [c for c in chunks if bounds[0] <= c.region[dim][0] < bounds[1]]
-    return _filling((*region[:dim], bounds, *region[dim + 1 :]), inside)
+def _slab(
+    region: Region, bounds: tuple[int, int], chunks: Sequence[Chunk], dim: int, depth: int
+) -> Node:
+    return _filling((*region[:dim], bounds, *region[dim + 1 :]), chunks, depth + 1)
+
+
+def _dealt(chunks: Sequence[Chunk], dim: int, cuts: Sequence[int]) -> list[list[Chunk]]:
+    """Return the chunks that begin between one cut along *dim* and the next."""
+    found: list[list[Chunk]] = [[] for _ in cuts[1:]]
+    for chunk in chunks:
+        found[bisect_right(cuts, chunk.region[dim][0]) - 1].append(chunk)
+    return found
 
 
 def _cuts(region: Region, chunks: Sequence[Chunk], dim: int) -> list[int]:

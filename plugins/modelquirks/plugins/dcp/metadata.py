@@ -16,9 +16,8 @@ from modelquirks.planner.checkpoint import pickle_machine
 from modelquirks.planner.checkpoint.file_kind import look
 from modelquirks.planner.checkpoint.pickle_machine import Global, Opaque, PickleProblem
 from modelquirks.planner.checkpoint.pickle_names import about_names
-from modelquirks.planner.checkpoint.pickle_size import check_size
 from modelquirks.planner.dtypes import from_torch
-from modelquirks.planner.finding import Finding
+from modelquirks.planner.finding import Finding, brief, cut
 from modelquirks.quirks.recipe import Region
 
 __all__ = ["DistributedTensor", "Metadata", "Where", "read_metadata"]
@@ -41,6 +40,13 @@ _NAMES = frozenset(
         "megatron.core.dist_checkpointing.strategies.torch.MCoreSavePlan",
     )
 )
+
+
+_MAX_DIMS = 64
+_MAX_KEYS = 64
+"""Of a path: so deep nobody nests a state dict."""
+_CHUNKS, _ALWAYS = 4, 1000
+"""So many chunks may be named for each that lies anywhere, and so many in any case."""
 
 
 class Where(NamedTuple):
@@ -84,7 +90,6 @@ def read_metadata(path: Path, *, shard: str) -> Metadata:
             raise PickleProblem(f"cannot be read: {seen.trouble or 'it is no regular file'}")
         with path.open("rb") as file:
             loaded = pickle_machine.load(file, rebuild=_REBUILD, persistent=_nothing)
-        check_size(loaded.value)
         content = _state(loaded.value, "Metadata")
         stored, paths, storage = (
             _of_kind(content.get(key), dict, key)
@@ -94,22 +99,35 @@ def read_metadata(path: Path, *, shard: str) -> Metadata:
         findings = list(about_names(shard, (g for g in loaded.globals if str(g) not in _NAMES)))
         tensors: dict[str, DistributedTensor] = {}
         others: dict[str, tuple[str | int, ...]] = {}
+        if _n_chunks(stored) > _CHUNKS * len(storage) + _ALWAYS:
+            raise ValueError("many times as many chunks as there are places for")
         for name, item in stored.items():
+            if not isinstance(name, str):
+                raise ValueError(f"{brief(name)} as the name of a tensor")
             keys = _path(paths.get(name), name)
             if _is(item, "TensorStorageMetadata"):
                 tensors[name] = _tensor(item.state, keys, where.get(name, {}))
             else:
                 others[name] = keys
         return Metadata(tensors, others, tuple(findings))
-    except (PickleProblem, TypeError, ValueError, KeyError) as error:
+    except (PickleProblem, TypeError, ValueError, LookupError, AttributeError) as error:
         text = f"{shard!r} is no metadata of a torch distributed checkpoint, or is damaged: it "
-        text += str(error) if isinstance(error, PickleProblem) else f"has {error}"
+        text += str(error) if isinstance(error, PickleProblem) else f"has {cut(str(error), 200)}"
         return Metadata({}, {}, (Finding("metadata-invalid", "error", f"{text}."),))
 
 
 def _path(keys: Any, name: Any) -> tuple[str | int, ...]:
     found = keys if isinstance(keys, tuple) and keys else (name,)
-    return tuple(key if isinstance(key, int) else str(key) for key in found)
+    if len(found) > _MAX_KEYS:
+        raise ValueError(f"a tensor below {len(found):,} keys")
+    return tuple(key if isinstance(key, int | str) else brief(key) for key in found)
+
+
+def _n_chunks(stored: Mapping[Any, Any]) -> int:
+    """Return how many chunks there are: one list of them may stand for many tensors."""
+    states = (item.state for item in stored.values() if isinstance(item, Opaque))
+    lists = (state.get("chunks") for state in states if isinstance(state, dict))
+    return sum(len(chunks) for chunks in lists if isinstance(chunks, list | tuple))
 
 
 def _tensor(
@@ -140,8 +158,10 @@ def _places(storage: Mapping[Any, Any]) -> Mapping[str, Mapping[tuple[int, ...],
         encodings = place.get("transform_descriptors") or ()
         begin, length = _numbers((place.get("offset"), place.get("length")))
         file = _of_kind(place.get("relative_path"), str, "relative_path")
-        where = Where(file, begin, length, ", ".join(map(str, encodings)))
-        found.setdefault(str(name), {})[() if offset is None else _numbers(offset)] = where
+        where = Where(file, begin, length, brief(encodings) if encodings else "")
+        found.setdefault(name if isinstance(name, str) else brief(name), {})[
+            () if offset is None else _numbers(offset)
+        ] = where
     return found
 
 
@@ -151,7 +171,7 @@ def _is(value: Any, kind: str) -> bool:
 
 def _state(value: Any, kind: str) -> dict[str, Any]:
     if not _is(value, kind) or not isinstance(value.state, dict):
-        raise ValueError(f"{value!r:.60} where a {kind} belongs")
+        raise ValueError(f"{brief(value)} where a {kind} belongs")
     state: dict[str, Any] = value.state
     return state
 
@@ -160,15 +180,15 @@ def _of_kind(value: Any, kind: type[Any], what: str) -> Any:
     if value is None and kind is dict:  # no planner data: names are as they were given
         return {}
     if not isinstance(value, kind):
-        raise ValueError(f"{value!r:.60} as {what}, a {kind.__name__} was expected")
+        raise ValueError(f"{brief(value)} as {what}, a {kind.__name__} was expected")
     return value
 
 
 def _numbers(values: Any) -> tuple[int, ...]:
-    found = tuple(values)
-    if not all(type(number) is int and 0 <= number < 1 << 63 for number in found):
-        raise ValueError(f"{found!r:.60} where whole numbers from 0 belong")
-    return found
+    fits = isinstance(values, tuple | list) and len(values) <= _MAX_DIMS
+    if not fits or not all(type(number) is int and 0 <= number < 1 << 63 for number in values):
+        raise ValueError(f"{brief(values)} where whole numbers from 0 belong")
+    return tuple(values)
 
 
 def _nothing(_: Any) -> Any:

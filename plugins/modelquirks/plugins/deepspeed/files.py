@@ -14,8 +14,9 @@ from typing import Literal, NamedTuple
 
 from modelquirks.planner.checkpoint.file_kind import look
 from modelquirks.planner.checkpoint.folder import list_folder
+from modelquirks.planner.checkpoint.index import leaves_folder
 from modelquirks.planner.checkpoint.open import CheckpointError
-from modelquirks.planner.finding import Finding, shown
+from modelquirks.planner.finding import Finding, brief, shown
 
 __all__ = ["Folder", "Kind", "StateName", "has_states", "list_states", "locate", "parsed"]
 
@@ -24,22 +25,27 @@ Kind = Literal["model", "zero3-model", "optim", "layer", "expert", "expert-optim
 only, one file a data-parallel rank; ``optim``: one rank's share of the fp32 masters;
 ``layer``: a pipeline layer; ``expert``: one expert; ``expert-optim``: no masters, ZeRO 0 only."""
 
-_RANKS = r"zero_pp_rank_(?P<dp>\d+)_mp_rank_(?P<mp>\d{2,})"
+_MAX_NAME = 255
+"""Of a file: longer ones are errors of the system."""
+_RANKS = r"zero_pp_rank_(?P<dp>\d{1,6})_mp_rank_(?P<mp>\d{2,6})"
 _NAMES: tuple[tuple[Kind, re.Pattern[str]], ...] = (
-    ("model", re.compile(r"mp_rank_(?P<mp>\d{2,})_model_states\.pt")),
+    ("model", re.compile(r"mp_rank_(?P<mp>\d{2,6})_model_states\.pt")),
     (
         "zero3-model",
         re.compile(rf"{_RANKS}_model_states\.pt"),
     ),
     ("optim", re.compile(rf"(?P<half>(?:bf|fp)16_)?{_RANKS}_?optim_states\.pt")),
-    ("layer", re.compile(r"layer_(?P<layer>\d{2,})(?:-model_(?P<mp>\d{2,}))?-model_states\.pt")),
+    ("layer", re.compile(r"layer_(?P<layer>\d{2,6})(?:-model_(?P<mp>\d{2,6}))?-model_states\.pt")),
     (
         "expert",
         re.compile(
-            r"(?:layer_(?P<layer>\d+)_)?expert_(?P<expert>\d+)_mp_rank_(?P<mp>\d{2,})_model_states\.pt"
+            r"(?:layer_(?P<layer>\d{1,6})_)?expert_(?P<expert>\d{1,6})_mp_rank_(?P<mp>\d{2,6})_model_states\.pt"
         ),
     ),
-    ("expert-optim", re.compile(r"expp_rank_(?P<dp>\d+)_mp_rank_(?P<mp>\d{2,})_optim_states\.pt")),
+    (
+        "expert-optim",
+        re.compile(r"expp_rank_(?P<dp>\d{1,6})_mp_rank_(?P<mp>\d{2,6})_optim_states\.pt"),
+    ),
 )
 
 
@@ -142,12 +148,12 @@ def has_states(path: Path) -> bool:
 def _tagged(path: Path, tag: str, *, said: str) -> Folder:
     tags = _tags(path)
     folder = path / tag
-    inside = bool(tag) and not Path(tag).is_absolute() and ".." not in Path(tag).parts
-    if not inside or not _holds_states(folder):
+    too_long = any(len(part) > _MAX_NAME for part in Path(tag).parts)
+    if leaves_folder(tag) or too_long or not _holds_states(folder):
         there = f"there are {shown(tags)}" if tags else "there is no other"
         raise CheckpointError(
-            f"{str(path)!r}: {said} names {tag!r}, which is no folder with files of DeepSpeed; "
-            f"{there}"
+            f"{str(path)!r}: {said} names {brief(tag, 200)}, which is no folder with files of "
+            f"DeepSpeed; {there}"
         )
     return Folder(folder, tag, _is_universal(folder))
 

@@ -19,8 +19,11 @@ from modelquirks.plugins.deepspeed.states import (
 
 __all__ = ["Grid", "Place", "optim_name", "read_grid"]
 
-_MAX_RANKS = 1 << 16
+_MAX_RANKS = 1 << 14
 """A file that speaks of more is not believed."""
+
+_MAX_EXPERTS = 1 << 18
+"""Of all layers: the same."""
 
 Place = tuple[int, int]
 """Data-parallel and model-parallel rank."""
@@ -99,6 +102,8 @@ def read_grid(folder: Path, *, universal: bool = False) -> Grid:
     mp = _count(models, "mp_world_size", [name.mp for name in ranks])
     if dp * mp > _MAX_RANKS:
         dp, mp = _by_names(name.dp for name in ranks), _by_names(name.mp for name in ranks)
+    if dp * mp > _MAX_RANKS:
+        dp, mp = 1, 1
     pp, tp = _degrees(models, mp, piped=any(n.kind == "layer" for n in listed))
     inside = set(_places(dp, mp))
     states: list[ModelState | OptimState] = [*models, *optims]
@@ -214,7 +219,10 @@ def _missing(
 def _missing_experts(listed: Iterable[StateName], models: Iterable[ModelState]) -> Iterator[str]:
     there = {(name.layer, name.expert) for name in listed if name.kind == "expert"}
     counts = next((m.facts.get("num_experts") for m in models if m.saved.readable), None)
-    for layer, count in enumerate(counts if isinstance(counts, list) else []):
-        for expert in range(count if type(count) is int and count <= _MAX_RANKS else 0):
+    totals = [n for n in (counts if isinstance(counts, list) else []) if type(n) is int]
+    if sum(max(total, 0) for total in totals) > _MAX_EXPERTS:
+        return
+    for layer, count in enumerate(totals):
+        for expert in range(count):
             if (layer, expert) not in there and (-1, expert) not in there:
                 yield f"layer_{layer}_expert_{expert}_mp_rank_00_model_states.pt"

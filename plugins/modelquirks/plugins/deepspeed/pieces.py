@@ -8,9 +8,10 @@ Source: ``flatten_dense_tensors_aligned``, ``get_data_parallel_partitions`` and
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, pairwise
+from itertools import accumulate
 
 from modelquirks.planner.checkpoint.manifest import StoredTensor
 from modelquirks.plugins.deepspeed.parameter import Fragment, cut
@@ -59,7 +60,7 @@ def partition_length(total: int, count: int) -> int:
     >>> partition_length(150, 2), partition_length(27, 2)
     (76, 14)
     """
-    return _START_ALIGNMENT * math.ceil(total / (_START_ALIGNMENT * count))
+    return _START_ALIGNMENT * -(-total // (_START_ALIGNMENT * count))
 
 
 def share_length(shape: tuple[int, ...], count: int) -> int:
@@ -68,7 +69,7 @@ def share_length(shape: tuple[int, ...], count: int) -> int:
     >>> share_length((5, 7), 2)
     18
     """
-    return math.ceil(numel(shape) / count)
+    return -(-numel(shape) // count)
 
 
 def from_partitions(
@@ -91,14 +92,23 @@ def from_partitions(
     offset = 0
     for position, (name, shape) in enumerate(group.items()):
         stop = offset + numel(shape)
-        spans = [
-            (part, max(offset, begin) - begin, min(stop, end) - begin)
-            for part, (begin, end) in enumerate(pairwise(begins))
-            if max(offset, begin) < min(stop, end)
-        ]
+        spans = list(_spans(begins, offset, stop))
         cutting.add(name, shape, spans)
         offset = stop + (paddings[position] if position < len(paddings) else 0)
     return cutting.done()
+
+
+def _spans(begins: Sequence[int], start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+    """Yield the parts that have elements *start* to *stop*: number, and from where to where in it.
+
+    *begins* has where each part begins, and where the last one ends.
+    """
+    part = max(0, bisect_right(begins, start) - 1)
+    while part + 1 < len(begins) and begins[part] < stop:
+        begin, end = max(start, begins[part]), min(stop, begins[part + 1])
+        if begin < end:
+            yield part, begin - begins[part], end - begins[part]
+        part += 1
 
 
 def from_shares(group: Shapes, parts: Sequence[StoredTensor | None], *, label: str = "") -> Cutting:
@@ -149,8 +159,9 @@ def addresses(
 def _shares(shape: tuple[int, ...], count: int, offset: int) -> Iterator[tuple[int, int, int]]:
     length, left = share_length(shape, count), numel(shape)
     for part in range(count):
-        if left > 0:
-            yield part, offset, offset + min(length, left)
+        if left <= 0:
+            return
+        yield part, offset, offset + min(length, left)
         left -= length
 
 

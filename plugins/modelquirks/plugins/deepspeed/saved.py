@@ -22,6 +22,7 @@ __all__ = ["Placed", "SavedState", "mapping", "names", "read_saved", "shapes", "
 
 Shapes = Mapping[str, tuple[int, ...]]
 
+_MAX_DIMS = 64
 _SCALARS = {"F32": "<f", "F64": "<d", "I32": "<i", "I64": "<q"}
 
 
@@ -67,7 +68,7 @@ class SavedState:
 
     def number(self, value: Any) -> float | None:
         """Return a number, or that in a tensor of one element, which alone is read; else None."""
-        if isinstance(value, int | float):
+        if isinstance(value, int | float):  # up to 256 bits, as the pickle machine has them
             return float(value)
         stored = self.place({"": value}).tensors.get("")
         if stored is None or stored.begin is None or stored.dtype not in _SCALARS:
@@ -112,7 +113,7 @@ def whole(value: Any) -> int | None:
     """Return *value* if it is a whole number from 0, or an enumeration of one, else None."""
     if isinstance(value, Opaque) and isinstance(value.args, tuple) and len(value.args) == 1:
         value = value.args[0]
-    return value if type(value) is int and value >= 0 else None
+    return value if type(value) is int and 0 <= value < 1 << 63 else None
 
 
 def state_of(value: Any) -> Mapping[Any, Any]:
@@ -134,5 +135,6 @@ def shapes(value: Any) -> dict[str, tuple[int, ...]]:
         if isinstance(name, str)
         and isinstance(shape, tuple)
         and not isinstance(shape, TensorRecord)
+        and len(shape) <= _MAX_DIMS
         and all(whole(length) is not None for length in shape)
     }

@@ -28,6 +28,10 @@ _NOT_JOINED = (
 )
 
 
+_MAX_NAME = 512
+"""A pattern with three stars takes as many steps as its cube."""
+
+
 class Joining(NamedTuple):
     """The shape of the whole, and the slabs of the slices that make it, along *dim*."""
 
@@ -106,13 +110,15 @@ class _OddPattern(ValueError):
 
 
 def _fits(pattern: Any, name: str) -> bool:
+    if len(name) > _MAX_NAME:
+        raise _OddPattern(name)
     return isinstance(pattern, str) and _compiled(pattern).match(name) is not None
 
 
 @lru_cache(maxsize=1 << 14)
 def _compiled(pattern: str) -> re.Pattern[str]:
     """Compile a pattern of the checkpoint, which may be anybody's: none that takes for ever."""
-    if re.search(r"\)[*+{?]", pattern) or len(re.findall(r"(?<!\\)[*+{]", pattern)) > 4:
+    if re.search(r"\)[*+{?]", pattern) or len(re.findall(r"(?<!\\)[*+?{]", pattern)) > 3:
         raise _OddPattern(pattern)
     try:
         return re.compile(pattern)

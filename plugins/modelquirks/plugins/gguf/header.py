@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import mmap
 import struct
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from itertools import pairwise
 from pathlib import Path
@@ -211,9 +212,12 @@ def _faults(
     if unknown:
         text = f"{shard!r} has tensors of types that are not known here: {shown(unknown)}."
         yield _error("dtype-unknown", text)
-    uneven = [t.name for t in tensors if t.type and t.shape and t.shape[-1] % t.type.elements]
+    uneven = [t.name for t in tensors if t.type and (t.shape or (1,))[-1] % t.type.elements]
     if uneven:
         text = f"{shard!r} has tensors whose rows are no whole number of blocks: {shown(uneven)}."
+        yield _error("gguf-invalid", text)
+    if huge := [t.name for t in tensors if any(length >> 63 for length in t.shape)]:
+        text = f"{shard!r} has tensors of sizes that nobody can address: {shown(huge)}."
         yield _error("gguf-invalid", text)
     if cut := [t.name for t in tensors if t.end > size]:
         end = max(t.end for t in tensors)
@@ -224,7 +228,7 @@ def _faults(
         yield _error("data-truncated", text)
     names = [t.name for t in tensors]
     if len(names) != len(set(names)):
-        twice = sorted({name for name in names if names.count(name) > 1})
+        twice = sorted(name for name, count in Counter(names).items() if count > 1)
         yield _error("duplicate-name", f"{shard!r} has tensors twice: {shown(twice)}.")
     ordered = sorted(tensors, key=lambda t: t.begin)
     pairs = pairwise(ordered)

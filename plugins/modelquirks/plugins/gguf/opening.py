@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from modelquirks.planner.checkpoint.manifest import StoredTensor
+from modelquirks.planner.checkpoint.manifest import Shard, StoredTensor
 from modelquirks.planner.checkpoint.opened import Opened
 from modelquirks.planner.finding import Finding, shown
 from modelquirks.plugins.gguf.config import architecture_of, config_of
@@ -62,7 +62,9 @@ def _series(root: Path, name: str) -> tuple[str, ...]:
 
 
 def _opened(root: Path, names: Sequence[str]) -> Opened:
-    headers = [read_header(root / name, shard=name) for name in names]
+    there = [name for name in names if (root / name).exists()]
+    absent = [] if len(there) == len(names) else sorted({*names} - {*there})
+    headers = [read_header(root / name, shard=name) for name in there]
     facts = next((header.facts for header in headers if header.facts), {})
     architecture = architecture_of(facts)
     places: dict[str, StoredTensor] = {}
@@ -70,7 +72,7 @@ def _opened(root: Path, names: Sequence[str]) -> Opened:
     twice: list[str] = []
     for header in headers:
         for tensor in header.tensors:
-            if tensor.type is None:
+            if tensor.type is None or (tensor.type.dtype is None and not tensor.shape):
                 continue
             if tensor.name in shapes:
                 twice.append(tensor.name)
@@ -79,14 +81,19 @@ def _opened(root: Path, names: Sequence[str]) -> Opened:
             stored = _stored(tensor, tensor.type, header, architecture)
             places[stored.name] = stored
     findings = [
+        *_about_absent(absent, len(names)),
         *(finding for header in headers for finding in header.findings),
         *_about(headers, architecture, twice),
+        *_about_split(headers, len(names)),
     ]
     return Opened(
         format="gguf",
         places=places,
         tensors={name: Source(name) for name in places},
-        shards=tuple(header.shard for header in headers),
+        shards=(
+            *(header.shard for header in headers),
+            *(Shard(name, None, None, None) for name in absent),
+        ),
         findings=tuple(findings),
         container=container_of(architecture),
         config=config_of(facts, shapes),
@@ -131,16 +138,26 @@ def _about(
     if twice:
         text = f"these tensors are in two files of the series: {shown(twice)}."
         yield Finding("duplicate-name", "error", text)
-    yield from _about_split(headers)
 
 
-def _about_split(headers: Sequence[GgufHeader]) -> Iterator[Finding]:
+def _about_absent(absent: Sequence[str], count: int) -> Iterator[Finding]:
+    if absent:
+        text = f"{len(absent)} of the {count} files of the model are not there: {shown(absent)}."
+        yield Finding("shard-missing", "error", text)
+
+
+def _told(headers: Sequence[GgufHeader], key: str) -> set[int]:
+    """Return the whole numbers that files have for a fact."""
+    return {value for h in headers if type(value := h.facts.get(key)) is int}
+
+
+def _about_split(headers: Sequence[GgufHeader], n_files: int) -> Iterator[Finding]:
     """Say if the files of a split model do not belong together."""
-    counts = {h.facts["split.count"] for h in headers if "split.count" in h.facts}
-    if any(type(count) is int and count != len(headers) and count > 1 for count in counts):
-        text = f"the model was split into {sorted(counts)} files, and {len(headers)} are named so."
+    counts = _told(headers, "split.count")
+    if any(count != n_files and count > 1 for count in counts):
+        text = f"the model was split into {sorted(counts)} files, and {n_files} are named so."
         yield Finding("series-incomplete", "error", text)
-    totals = {h.facts["split.tensors.count"] for h in headers if "split.tensors.count" in h.facts}
+    totals = _told(headers, "split.tensors.count")
     found = sum(len(header.tensors) for header in headers)
     if len(totals) == 1 and all(h.tensors or h.facts for h in headers) and found not in totals:
         text = f"the files hold {found} tensors, and there should be {next(iter(totals))}."

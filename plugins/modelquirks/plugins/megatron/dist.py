@@ -26,6 +26,7 @@ __all__ = ["open_dist"]
 _STACKED = re.compile(r"(?P<stack>(?:[a-z_]\w*\.)*?layers)\.(?!\d)(?P<rest>.*)")
 _COMMON = "common.pt"
 """What all ranks have alike: arguments and the state of the run."""
+_MAX_LAYERS = 10_000
 _OPTIMIZER = re.compile(r"(chained_\d+\.)?optimizer\.|.*\.(exp_avg|exp_avg_sq|fp32_param)$")
 
 
@@ -66,7 +67,7 @@ def _layers(name: str, node: Node, places: Mapping[str, StoredTensor]) -> dict[s
         shape = infer(node, lambda n: TensorType(places[n].dtype, places[n].shape), {}).shape
     except RecipeError:  # told where the recipe is evaluated
         shape = None
-    if not shape or len(shape) < 2:
+    if not shape or len(shape) < 2 or not 0 < shape[0] <= _MAX_LAYERS:
         return {name: node}
     return {
         f"{hit['stack']}.{number}.{hit['rest']}": Reshape(

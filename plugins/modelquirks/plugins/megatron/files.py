@@ -21,7 +21,7 @@ __all__ = ["Located", "RankFolder", "located"]
 TRACKER = "latest_checkpointed_iteration.txt"
 STATE = "model_optim_rng.pt"
 _ITERATION = re.compile(r"iter_\d{7,}|release")
-_RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
+_RANK = re.compile(r"mp_rank_(\d{2,4})(?:_(\d{3,4}))?(?:_(\d{3,4}))?")
 
 
 class RankFolder(NamedTuple):
@@ -87,7 +87,7 @@ def _said(path: Path, name: str, about: tuple[Finding, ...]) -> Located | None:
 
 def _tracked(path: Path) -> str:
     text = look(path / TRACKER).head[:64].decode("utf-8", "replace").strip()
-    return f"iter_{int(text):07d}" if text.isdecimal() else text
+    return f"iter_{int(text):07d}" if text.isascii() and text.isdecimal() else text
 
 
 def _of_name(path: Path, name: str) -> Located | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -21,6 +22,8 @@ __all__ = ["Grid", "Position", "Rank", "grid_of", "position_of", "read_rank"]
 
 _CHUNK = re.compile(r"model(\d*)")
 _MAX_DEPTH = 16
+MAX_RANKS = 1 << 16
+"""A file that speaks of more is not believed, nor is the name of one."""
 _REST = ("optimizer", "optimizer_state_dict")
 _OURS = ("argparse.Namespace", "megatron.", "transformer_engine.", "_io.BytesIO")
 
@@ -58,7 +61,7 @@ class Rank:
     def number(self, key: str) -> int | None:
         """Return a whole number of the arguments, None if it is not there."""
         value = self.args.get(key)
-        return value if type(value) is int and value > 0 else None
+        return value if type(value) is int and 0 < value <= MAX_RANKS else None
 
 
 def read_rank(root: Path, below: str, folder: RankFolder) -> Rank:
@@ -115,8 +118,12 @@ def grid_of(ranks: tuple[Rank, ...]) -> Grid:
     pipeline = told.number("pipeline_model_parallel_size")
     if pipeline is None:
         pipeline = 1 if expert > 1 and not thirds else max(seconds, default=0) + 1
-    tensor = max(rank.folder.tensor for rank in ranks) + 1
-    return Grid(told.number("tensor_model_parallel_size") or tensor, pipeline, expert)
+    most = max(rank.folder.tensor for rank in ranks) + 1
+    tensor = told.number("tensor_model_parallel_size") or most
+    if tensor * pipeline * expert <= MAX_RANKS:
+        return Grid(tensor, pipeline, expert)
+    by_names = Grid(most, max(seconds, default=0) + 1, max(thirds, default=0) + 1)
+    return by_names if math.prod(by_names) <= MAX_RANKS else Grid(1, 1, 1)
 
 
 def position_of(folder: RankFolder, grid: Grid) -> Position:
