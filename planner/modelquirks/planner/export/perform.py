@@ -26,7 +26,6 @@ from modelquirks.planner.execution.passing import PassingReader
 from modelquirks.planner.execution.preflight import needs
 from modelquirks.planner.execution.progress import Progress
 from modelquirks.planner.execution.reader import Region
-from modelquirks.planner.execution.wholefile import write_whole
 from modelquirks.planner.export.contents import Contents, contents_of
 from modelquirks.planner.export.exportreport import ExportError, ExportReport
 from modelquirks.planner.export.layout import INDEX, OutFile, index_of, lay_out
@@ -41,6 +40,7 @@ from modelquirks.planner.export.sidefiles import SideFile, about_left_out, side_
 from modelquirks.planner.export.writing import WRITING, Written, write_file
 from modelquirks.planner.finding import Finding
 from modelquirks.planner.placement.memory import parse_size, show_bytes
+from modelquirks.planner.wholefile import write_whole
 
 if TYPE_CHECKING:
     import torch
