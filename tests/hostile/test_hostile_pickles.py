@@ -352,7 +352,7 @@ def test_a_small_pickle_that_would_take_all_memory_is_refused_at_once(
 def test_the_version_of_a_legacy_file_may_be_anything(tmp_path: Path) -> None:
     """Shown in the message: a list of lists of one list, and a number of 20,000 digits."""
     for version in (shared(64, lambda v: [v, v]), 1 << 66_000):
-        parts: tuple[object, ...] = (0x1950A86A20F9469CFC6C, version, {}, {}, [])
+        parts: tuple[Any, ...] = (0x1950A86A20F9469CFC6C, version, {}, {}, [])
         path = tmp_path / "model.pt"
         path.write_bytes(b"".join(pickle.dumps(part, 2) for part in parts))
 

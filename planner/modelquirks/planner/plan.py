@@ -326,9 +326,13 @@ _ANEW = "make the plan anew with `modelquirks plan … -o FILE`"
 
 def _data(path: Path) -> Any:
     """Return the JSON in the file *path*; PlanError if there is none, or a key of it is twice."""
+    if not path.exists():
+        raise PlanError(f"{str(path)!r} cannot be read: No such file or directory")
     found, raw = read_json(path)
     if isinstance(found, JsonProblem):
-        raise PlanError(f"{str(path)!r} {found.text}")
+        unread = found.code == "file-unreadable"
+        text = found.text if unread else f"cannot be read as a plan: it {found.text}"
+        raise PlanError(f"{str(path)!r} {text}")
     twice: dict[str, bool] = {}
     parse_json(raw.decode("utf-8-sig"), duplicates=twice)
     if twice:

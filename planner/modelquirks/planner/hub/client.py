@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from json import JSONDecodeError
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from huggingface_hub import HfApi, constants, get_hf_file_metadata, hf_hub_url
 from huggingface_hub.errors import HfHubHTTPError, RemoteEntryNotFoundError
@@ -119,10 +119,10 @@ class Client:
             raise HubFailure(
                 f"the hub gives {commit!r} as a commit; 40 hexadecimal digits were meant"
             )
-        names = tuple(file.rfilename for file in found.siblings or ())
-        if not isinstance(found.id, str) or not all(isinstance(name, str) for name in names):
+        told: list[Any] = [found.id, *(file.rfilename for file in found.siblings or ())]
+        if not all(isinstance(name, str) for name in told):
             raise HubFailure(f"{self.endpoint} lists files under names that are no texts")
-        return Listed(found.id, commit, names)
+        return Listed(told[0], commit, tuple(told[1:]))
 
     def commit(self, repository: str, revision: str, name: str) -> str | None:
         """Return the commit that *revision* is now, asked by the headers of the file *name*."""
