@@ -19,16 +19,16 @@ import sys
 import tempfile
 import time
 import warnings
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from mutations_cases import Case, drawn, run
 from mutations_digest import caught, is_of_weights
-from mutations_judge import BAD, OUTCOMES, shown
+from mutations_judge import BAD, shown
 from mutations_kinds import KINDS
 from mutations_subjects import SUBJECTS
+from mutations_table import as_markdown, print_table
 
 
 def main() -> int:
@@ -55,7 +55,10 @@ def main() -> int:
             print(f"  {len(rows)} cases, {rate:.3f} s each", file=sys.stderr, flush=True)
         if len(rows) == args.cases:
             break
-    _print(rows, args.seed, time.monotonic() - started)
+    seconds = time.monotonic() - started
+    print_table(rows, f"{len(rows):,} damaged checkpoints, seed {args.seed}, {seconds:.0f} s")
+    if args.markdown is not None:
+        args.markdown.write_text(as_markdown(rows))
     if args.json is not None:
         args.json.write_text(json.dumps({"seed": args.seed, "cases": rows}, indent=1) + "\n")
     return 1 if any(map(_is_bad, rows)) else 0
@@ -82,6 +85,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--keep", type=Path, help="with --only: leave the damaged files there")
     parser.add_argument("--kinds", default="", help="regular expression; kinds that fit it wholly")
     parser.add_argument("--subjects", default="", help="the same for subjects")
+    parser.add_argument("--markdown", type=Path, help="file for the table of the documentation")
     parser.add_argument("--json", type=Path, help="file for every case")
     return parser.parse_args()
 
@@ -127,34 +131,6 @@ def _quiet() -> None:
     messages.set_verbosity_error()
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
-
-
-def _print(rows: list[dict[str, Any]], seed: int, seconds: float) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    counts: dict[str, Counter[str]] = {name: Counter() for name in KINDS}
-    for row in rows:
-        key = row["kinds"][0] if len(row["kinds"]) == 1 else "two at once"
-        counts.setdefault(key, Counter())[row["outcome"]] += 1
-    table = Table(title=f"{len(rows):,} damaged checkpoints, seed {seed}, {seconds:.0f} s")
-    table.add_column("damage")
-    for outcome in OUTCOMES:
-        table.add_column(outcome, justify="right")
-    for name, found in counts.items():
-        if found:
-            declared = " *" if name in KINDS and KINDS[name].unseen else ""
-            table.add_row(name + declared, *(str(found[o] or "") for o in OUTCOMES))
-    total: Mapping[str, int] = sum(counts.values(), Counter())
-    table.add_section()
-    table.add_row("all", *(str(total.get(o, 0)) for o in OUTCOMES))
-    Console(width=120).print(table)
-    print("* declared beforehand: no header shows it")
-    seen = Counter(row["digest"] for row in rows if row["outcome"] == "unseen")
-    print(
-        f"Of {seen.total()} unseen, a digest of the right checkpoint tells {seen[True]}, and not "
-        f"{seen[False]}; {seen[None]} are in config.json or the adapter's, of which there is none."
-    )
 
 
 if __name__ == "__main__":
