@@ -19,6 +19,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 HASHLIB = """
 import hashlib, sys
@@ -27,7 +28,7 @@ with open(sys.argv[1], "rb", buffering=0) as file:
     while n := file.readinto(block):
         total.update(block[:n])
 """
-ROWS, COLUMNS = (4096, 14336), (4096, 4096)
+SHAPES = (4096, 4096), (4096, 14336)
 
 
 def write(path: Path, n_bytes: int) -> int:
@@ -35,7 +36,7 @@ def write(path: Path, n_bytes: int) -> int:
     header: dict[str, object] = {}
     end = 0
     while end < n_bytes:
-        shape = (ROWS, COLUMNS)[len(header) % 2]
+        shape = SHAPES[len(header) % 2]
         begin, end = end, end + 2 * shape[0] * shape[1]
         name = f"model.layers.{len(header)}.weight"
         header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [begin, end]}
@@ -49,26 +50,40 @@ def write(path: Path, n_bytes: int) -> int:
     return len(header)
 
 
-def seconds(command: Sequence[str]) -> float:
-    """Run *command* once; return its wall time."""
-    started = time.perf_counter()
+class Took(NamedTuple):
+    """Seconds of one run."""
+
+    wall: float
+    cpu: float
+
+
+def took(command: Sequence[str]) -> Took:
+    """Run *command* once."""
+    started, before = time.perf_counter(), os.times()
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-    return time.perf_counter() - started
+    wall, after = time.perf_counter() - started, os.times()
+    cpu = after.children_user + after.children_system
+    return Took(wall, cpu - before.children_user - before.children_system)
 
 
-def measure(path: Path, runs: int) -> None:
-    """Print the best time of each and the medians of the ratios, round by round."""
-    ours = [sys.executable, "-m", "modelquirks.planner", "digest", str(path)]
-    peers = {"hashlib": [sys.executable, "-c", HASHLIB, str(path)]}
-    if shutil.which("sha256sum"):
-        peers["sha256sum"] = ["sha256sum", str(path)]
-    commands = {"modelquirks digest": ours, **peers}
-    rounds = [{name: seconds(c) for name, c in commands.items()} for _ in range(runs + 1)][1:]
+def measure(path: Path, small: Path, runs: int) -> None:
+    """Print the best times of each and the median of their ratios to ours, round by round."""
+    ours = [sys.executable, "-m", "modelquirks.planner", "digest"]
+    commands = {
+        "modelquirks digest": [*ours, str(path)],
+        "hashlib": [sys.executable, "-c", HASHLIB, str(path)],
+        "sha256sum": ["sha256sum", str(path)],
+        "ours, one small file": [*ours, str(small)],
+    }
+    if not shutil.which("sha256sum"):
+        del commands["sha256sum"]
+    rounds = [{name: took(c) for name, c in commands.items()} for _ in range(runs + 1)][1:]
     for name in commands:
-        best = min(one[name] for one in rounds)
-        rate = path.stat().st_size / best / 1e9
-        ratio = statistics.median(one[name] / one["modelquirks digest"] for one in rounds)
-        print(f"{name:20} {best:6.2f} s  {rate:5.2f} GB/s  {ratio:5.2f} of ours")
+        wall, cpu = (min(one[name][which] for one in rounds) for which in (0, 1))
+        ratio = statistics.median(one["modelquirks digest"].wall / one[name].wall for one in rounds)
+        print(
+            f"{name:20} {wall:6.2f} s wall  {cpu:6.2f} s CPU  ours takes {ratio:5.2f} times as long"
+        )
 
 
 def main() -> None:
@@ -83,7 +98,8 @@ def main() -> None:
         n_tensors = write(path, int(args.gigabytes * 1e9))
         cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
         print(f"{path.stat().st_size:,} bytes, {n_tensors} tensors, {cpus} CPUs")
-        measure(path, args.runs)
+        write(Path(folder) / "small.safetensors", 1)
+        measure(path, Path(folder) / "small.safetensors", args.runs)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Loading by several ranks: bytes read against each rank's share, time, and whether it is right.
 
-    python benchmarks/distributed.py [--gb 1] [--ranks 2 4] [--json FILE]
+    python benchmarks/distributed.py [--gb 1] [--ranks 2 4] [--json FILE] [--plot FILE]
 
 Makes a dense Llama, a Mixtral whose experts are stored one by one, and a GPT-OSS packed in mxfp4,
 each of about --gb GB in bfloat16, in a temporary folder, and has gloo processes of this machine
@@ -34,6 +34,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from bars import Bar, bars
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch._C._distributed_c10d import FileStore
@@ -297,14 +298,33 @@ def run(size: int, folder: Path) -> list[Row]:
     return [row for path in paths for row in json.loads(path.read_text())]
 
 
+def loads(rows: list[Row]) -> Mapping[tuple[int, str, str], list[Row]]:
+    """Return what each rank measured, by number of ranks, way and contender."""
+    found: dict[tuple[int, str, str], list[Row]] = {}
+    for row in rows:
+        found.setdefault((row["ranks"], row["case"], row["contender"]), []).append(row)
+    return found
+
+
+def slowest(those: list[Row]) -> float:
+    """Return the seconds until the last rank was ready."""
+    return max(float(row["seconds"]) + float(row["touch_s"]) for row in those)
+
+
+def plot(rows: list[Row]) -> str:
+    """Return bars of the times as SVG."""
+    groups: dict[str, list[Bar]] = {}
+    for (ranks, case, contender), those in loads(rows).items():
+        read = sum(row.get("bytes_read", 0) for row in those) / GB
+        note = f"{read:.2f} GiB read by all" if read else ""
+        groups.setdefault(f"{ranks} ranks, {case}", []).append(Bar(contender, slowest(those), note))
+    return bars(groups)
+
+
 def show(rows: list[Row]) -> None:
     """Print a line for each way, rank count and contender."""
-    keys = dict.fromkeys((row["ranks"], row["case"], row["contender"]) for row in rows)
-    for ranks, case, contender in keys:
-        those = [
-            r for r in rows if (r["ranks"], r["case"], r["contender"]) == (ranks, case, contender)
-        ]
-        seconds = max(row["seconds"] + row["touch_s"] for row in those)
+    for (ranks, case, contender), those in loads(rows).items():
+        seconds = slowest(those)
         read = "/".join(f"{row['bytes_read'] / GB:.3f}" for row in those if "bytes_read" in row)
         text = f"{ranks} ranks  {case:36}{contender:24}{seconds:7.2f} s"
         if "share" in those[0]:
@@ -328,6 +348,7 @@ def main() -> int:
     parser.add_argument("--gb", type=float, default=1.0)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--plot", type=Path, help="the times as a picture (SVG)")
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -340,6 +361,8 @@ def main() -> int:
     show(rows)
     if args.json is not None:
         args.json.write_text(json.dumps(rows, indent=1))
+    if args.plot is not None:
+        args.plot.write_text(plot(rows), encoding="utf-8")
     mine = [row for row in rows if row["contender"] == "modelquirks"]
     wrong = any(row.get("differing") or row["bytes_read"] > 1.05 * row["share"] for row in mine)
     return int(wrong)

@@ -21,6 +21,8 @@ from urllib.parse import parse_qs, unquote, urlsplit
 __all__ = ["Blob", "HubServer", "Repo", "Seen", "serving"]
 
 _CHUNK = 1 << 16
+_ENDLESS = 1 << 28
+"""Bytes after which even an endless body ends."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +100,8 @@ class HubServer:
     faults: dict[str, list[str]] = field(default_factory=dict)
     """By a part of the path, in order: a status; ``whole``, as if there were no ranges; ``shift``,
     a range that was not asked for; ``cut:N``, the connection closed after N bytes; ``short:N``,
-    an answer of N bytes that says it has them all; ``""``, none."""
+    an answer of N bytes that says it has them all; ``etag``, another state of the file;
+    ``endless``, a body that does not end; ``html``, a page where JSON belongs; ``""``, none."""
     seen: list[Seen] = field(default_factory=list)
     url: str = ""
     files_url: str = ""
@@ -214,7 +217,20 @@ class _Handler(BaseHTTPRequestHandler):
         siblings = [{"rfilename": file} for file in files]
         return self._json({**found, "siblings": siblings})
 
+    def _endless(self, status: int, headers: Mapping[str, str]) -> None:
+        self.send_response(status)
+        for name, value in headers.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.close_connection = True
+        while self.seen.body_bytes < _ENDLESS:
+            self.wfile.write(bytes(_CHUNK))
+            self.seen.body_bytes += _CHUNK
+
     def _json(self, value: object) -> None:
+        if self.fault == "html":
+            page = b"<!doctype html><title>Log in</title><script>alert(1)</script>"
+            return self._send(200, page, {"Content-Type": "text/html"})
         self._send(200, json.dumps(value).encode(), {"Content-Type": "application/json"})
 
     def _resolve(self, name: str, revision: str, file: str) -> None:
@@ -262,6 +278,10 @@ class _Handler(BaseHTTPRequestHandler):
             shift = 7 if self.fault == "shift" else 0
             told = f"bytes {begin + shift}-{end - 1 + shift}/{blob.n_bytes}"
             headers["Content-Range"] = told
+        if self.fault == "etag":
+            headers["ETag"] = '"another"'
+        if self.fault == "endless":
+            return self._endless(status, headers)
         if self.fault.startswith("short:"):
             end = begin + int(self.fault.partition(":")[2])
         self._begin(status, headers, end - begin)

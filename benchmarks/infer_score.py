@@ -3,30 +3,14 @@
 from __future__ import annotations
 
 import random
-import zlib
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import numpy as np
+from infer_equal import equal
 from infer_listings import Listing
 
 from modelquirks.planner.infer.inference import infer
-from modelquirks.quirks.recipe import (
-    Cast,
-    Chunk,
-    Concat,
-    Node,
-    Permute,
-    RecipeError,
-    Reshape,
-    Select,
-    Slice,
-    Source,
-    Stack,
-    TensorType,
-    Transpose,
-    sources,
-)  # fmt: skip
+from modelquirks.quirks.recipe import Node, Source, TensorType
 
 __all__ = ["Verdict", "dropped", "need_of", "scored", "state_of"]
 
@@ -56,7 +40,7 @@ def scored(listing: Listing, full: Mapping[str, TensorType]) -> dict[str, Verdic
             verdicts[name] = Verdict(need, "none", False)
             continue
         node, tier = got[served]
-        verdicts[name] = Verdict(need, tier, any(_equal(node, one, full) for one in true))
+        verdicts[name] = Verdict(need, tier, any(equal(node, one, full) for one in true))
     return verdicts
 
 
@@ -102,64 +86,3 @@ def dropped(listing: Listing, share: float, seed: int) -> Listing:
         listing.name, some(listing.stored, "stored"), some(listing.model, "model"),
         listing.ties, listing.truth,
     )  # fmt: skip
-
-
-def _equal(one: Node, other: Node, full: Mapping[str, TensorType]) -> bool:
-    """Tell whether two recipes make the same of stored tensors, whatever these hold."""
-    if one == other:
-        return True
-    if isinstance(one, Source) and isinstance(other, Source):
-        return False
-    try:
-        first, second = _made(one, full, {}), _made(other, full, {})
-    except (KeyError, ValueError, RecipeError):
-        return False
-    return first.shape == second.shape and bool((first == second).all())
-
-
-def _made(node: Node, full: Mapping[str, TensorType], env: Mapping[str, int]) -> Any:
-    """Return what *node* makes of tensors in which every element is another number."""
-    match node:
-        case Source(name):
-            return _numbered(_put(name, env), full)
-        case Concat(parts, dim):
-            return np.concatenate([_made(part, full, env) for part in parts], dim)
-        case Stack(of, over, count):
-            n = _counted(of, over, full, env) if count is None else count
-            return np.stack([_made(of, full, {**env, over: i}) for i in range(n)])
-        case Chunk(of, dim, count, part):
-            return np.split(_made(of, full, env), count, dim)[part]
-        case Slice(of, dim, start, stop):
-            return _made(of, full, env)[(slice(None),) * dim + (slice(start, stop),)]
-        case Transpose(of, dim0, dim1):
-            return np.swapaxes(_made(of, full, env), dim0, dim1)
-        case Permute(of, dims):
-            return np.transpose(_made(of, full, env), dims)
-        case Reshape(of, shape):
-            return _made(of, full, env).reshape(shape)
-        case Select(of, index, dim):
-            return np.take(_made(of, full, env), int(index), dim)
-        case Cast(of, _):
-            return _made(of, full, env)
-        case _:
-            raise ValueError(f"no way to compare a {type(node).__name__}")
-
-
-def _numbered(name: str, full: Mapping[str, TensorType]) -> Any:
-    shape = full[name].shape or ()
-    first = zlib.crc32(name.encode()) << 24
-    return np.arange(int(np.prod(shape)), dtype=np.int64).reshape(shape) + first
-
-
-def _put(name: str, env: Mapping[str, int]) -> str:
-    for key, value in env.items():
-        name = name.replace(f"{{{key}}}", str(value))
-    return name
-
-
-def _counted(of: Node, over: str, full: Mapping[str, TensorType], env: Mapping[str, int]) -> int:
-    first = next(sources(of)).name
-    n = 0
-    while _put(first, {**env, over: n}) in full:
-        n += 1
-    return n

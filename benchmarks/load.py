@@ -31,6 +31,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from bars import Bar, bars
 from compiled import with_compiled
 
 MB = 1e6
@@ -312,22 +313,12 @@ def result_bytes(folder: Path, case: str) -> int:
 
 def plot(results: Mapping[str, Mapping[str, Any]]) -> str:
     """Return bars of the times as SVG."""
-    rows: list[str] = []
-    y = 10
-    for case, result in results.items():
-        rows.append(f'<text x="8" y="{y + 12}" font-weight="bold">{case}</text>')
-        y += 20
-        slowest = max(r["seconds"] for r in result["by"].values())
-        for who, facts in result["by"].items():
-            width = max(1, 340 * facts["seconds"] / slowest)
-            colour = "#2a7" if who.startswith("ours") else "#bbb" if who == "bound" else "#57a"
-            rows.append(f'<text x="20" y="{y + 11}">{who}</text>')
-            rows.append(f'<rect x="120" y="{y}" width="{width:.0f}" height="13" fill="{colour}"/>')
-            rows.append(f'<text x="{126 + width:.0f}" y="{y + 11}">{facts["seconds"]:.2f} s</text>')
-            y += 17
-        y += 8
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" width="560" height="{y}" '
-    return f'{head}font-family="sans-serif" font-size="12">\n' + "\n".join(rows) + "\n</svg>\n"
+    return bars(
+        {
+            case: [Bar(who, facts["seconds"]) for who, facts in result["by"].items()]
+            for case, result in results.items()
+        }
+    )
 
 
 def report(case: str, result: Mapping[str, Any]) -> None:

@@ -37,6 +37,7 @@ from typing import Any, NamedTuple
 
 import torch
 from accelerate import dispatch_model
+from bars import Bar, bars
 from rich.console import Console
 from rich.table import Table
 from safetensors import safe_open
@@ -297,23 +298,13 @@ def show(console: Console, found: Mapping[str, Mapping[str, Result]]) -> None:
 
 def picture(found: Mapping[str, Mapping[str, Result]]) -> str:
     """Return the fastest passes as bars, on a logarithmic scale, as SVG."""
-    from math import log10
-
-    lines: list[str] = []
-    y = 10
-    for name, results in found.items():
-        for who, result in results.items():
-            width = max(2.0, 90 * (log10(result.best * 1e3) + 1))
-            label = f"{name}, {who}: {result.best * 1e3:.1f} ms"
-            colour = "#2a7" if who == "ours" else "#999"
-            lines.append(f'<rect x="10" y="{y}" width="{width:.0f}" height="14" fill="{colour}"/>')
-            lines.append(f'<text x="{width + 16:.0f}" y="{y + 11}" font-size="11">{label}</text>')
-            y += 18
-        y += 8
-    body = "\n".join(lines)
-    size = f'width="760" height="{y}"'
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif">'
-    return f"{head}\n{body}\n</svg>\n"
+    return bars(
+        {
+            name: [Bar(who, result.best) for who, result in results.items()]
+            for name, results in found.items()
+        },
+        logarithmic=True,
+    )
 
 
 def run(names: Sequence[str], rounds: int, scratch: Path) -> dict[str, dict[str, Result]]:

@@ -1,6 +1,6 @@
 """Experts on disk: tokens a second and bytes a token, accelerate's way and one by one.
 
-    python benchmarks/offload_experts.py [--tokens N] [--json FILE]
+    python benchmarks/offload_experts.py [--tokens N] [--json FILE] [--plot FILE]
 
 Two models of transformers with all decoder layers on disk, one token at a time: a Mixtral whose
 experts are stored one by one (``save_pretrained``), and a GPT-OSS with mxfp4 blocks and scales. The
@@ -34,6 +34,7 @@ from unittest import mock
 
 import torch
 from accelerate.utils import OffloadedWeightsLoader
+from bars import Bar, bars
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import (
@@ -277,6 +278,13 @@ def show(subject: Subject, rows: Sequence[Outcome], least: float) -> bool:
     return faster >= 8 and bytes_used <= 1.2 and bounded and all(row.equal for row in rows)
 
 
+def bar_of(row: Outcome) -> Bar:
+    """Return the seconds of a token, with what was read for it."""
+    by_us = row.road.startswith("by expert")
+    who = f"{'ours ' if by_us else ''}{row.road}, {row.implementation}"
+    return Bar(who, 1 / row.tokens_per_second, f"{row.bytes_per_token / 1e6:.1f} MB read")
+
+
 def main() -> int:
     """Run, print, and say by the exit code whether it is as promised."""
     parser = argparse.ArgumentParser(
@@ -285,6 +293,7 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=12)
     parser.add_argument("--layers", type=int, default=LAYERS)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--plot", type=Path, help="seconds a token as a picture (SVG)")
     args = parser.parse_args()
     for name in ("accelerate", "transformers"):
         logging.getLogger(name).setLevel(logging.ERROR)
@@ -293,6 +302,7 @@ def main() -> int:
     torch.manual_seed(0)
     tokens = list(torch.randint(2, WORDS, (args.tokens, 1, 1)))
     told: dict[str, Any] = {}
+    drawn: dict[str, list[Bar]] = {}
     good = True
     for make in (mixtral, gpt_oss):
         with tempfile.TemporaryDirectory() as scratch:
@@ -300,9 +310,12 @@ def main() -> int:
             rows = list(outcomes(subject, tokens))
             least = needed(subject)
             good &= show(subject, rows, least)
+        drawn[f"{subject.name}, a token"] = [bar_of(row) for row in rows]
         told[subject.name] = {"needed": least, "roads": [row.to_json() for row in rows]}
     if args.json is not None:
         args.json.write_text(json.dumps(told, indent=1) + "\n")
+    if args.plot is not None:
+        args.plot.write_text(bars(drawn, logarithmic=True), encoding="utf-8")
     return 0 if good else 1
 
 

@@ -105,14 +105,49 @@ def test_a_layer_imports_only_what_is_below_it(layer: str, packages: tuple[str, 
     assert broken == {}
 
 
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
-    folder = tmp_path_factory.mktemp("wheel")
+def built(source: Path, folder: Path, **environ: str) -> Path:
+    """Return the wheel of *source*."""
     command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(folder)]
-    done = subprocess.run([*command, str(ROOT)], capture_output=True, text=True, check=False)
+    environment = {k: v for k, v in os.environ.items() if k != "SOURCE_DATE_EPOCH"} | environ
+    done = subprocess.run(
+        [*command, str(source)], env=environment, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     (path,) = folder.glob("*.whl")
-    return zipfile.ZipFile(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def wheel_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return built(ROOT, tmp_path_factory.mktemp("wheel"))
+
+
+@pytest.fixture(scope="module")
+def wheel(wheel_file: Path) -> zipfile.ZipFile:
+    return zipfile.ZipFile(wheel_file)
+
+
+def test_a_copy_elsewhere_gives_the_same_wheel_to_the_byte(
+    wheel_file: Path, tmp_path: Path
+) -> None:
+    """Another folder, order, time, umask, time zone and language, with caches lying about."""
+    source = tmp_path / "another place"
+    kept = [ROOT / n for n in ("pyproject.toml", ".gitignore", "README.md", "LICENSE")]
+    for layer in LAYERS:
+        found = (ROOT / layer).rglob("*")
+        kept += [p for p in found if p.is_file() and "__pycache__" not in p.parts]
+    for path in sorted(kept, reverse=True):
+        target = source / path.relative_to(ROOT)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes(path.read_bytes())
+        target.chmod(0o600)
+        os.utime(target, (10**9, 10**9))
+    cache = source / "quirks" / "modelquirks" / "quirks" / "__pycache__"
+    cache.mkdir()
+    (cache / "family.cpython-311.pyc").write_bytes(b"\0")
+    again = built(source, tmp_path / "out", TZ="Pacific/Auckland", LC_ALL="C", PYTHONHASHSEED="7")
+    assert again.name == wheel_file.name
+    assert again.read_bytes() == wheel_file.read_bytes()
 
 
 def test_the_wheel_holds_the_namespace_and_nothing_else(wheel: zipfile.ZipFile) -> None:
@@ -126,6 +161,7 @@ def test_the_wheel_holds_the_namespace_and_nothing_else(wheel: zipfile.ZipFile) 
     assert {name for name in packaged if name.suffix == ".py"} == expected
     pages = {Path("modelquirks/planner/report", name) for name in ("page.css", "page.js")}
     assert packaged >= pages
+    assert Path("modelquirks/planner/schema/plan-v1.schema.json") in packaged
 
 
 def test_the_wheel_announces_the_plugins(wheel: zipfile.ZipFile) -> None:

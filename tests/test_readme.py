@@ -13,7 +13,8 @@ from types import ModuleType
 from modelquirks.quirks.hookspecs import GROUP
 from modelquirks.quirks.registry import Registry
 
-README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 def blocks(language: str) -> list[str]:
@@ -57,6 +58,20 @@ def test_every_option_named_is_one_of_the_commands() -> None:
     named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", README))
     assert named
     assert named <= set(re.findall(r"--[a-z][a-z-]+", helps))
+
+
+def test_every_dependency_is_named_with_the_reason_and_no_other() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras: dict[str, list[str]] = project["optional-dependencies"]
+    needed = {re.split(r"[<>=\[ ]", text)[0]: "" for text in project["dependencies"]}
+    for extra, texts in extras.items():
+        needed |= {re.split(r"[<>=\[ ]", text)[0]: " (extra)" for text in texts}
+        assert extra in {re.split(r"[<>=\[ ]", text)[0] for text in texts}
+    table = README.split("## Dependencies")[1].split("\n## ")[0]
+    rows = re.findall(r"^\| (.+?) \| (.+?) \|$", table, re.MULTILINE)
+    told = {name: why for name, why in rows if name != "package"}
+    assert told.keys() == {f"{name}{kind}" for name, kind in needed.items()}
+    assert all(len(why) > 8 for why in told.values())
 
 
 def test_every_make_target_named_is_there() -> None:

@@ -4,21 +4,20 @@ The original layouts are made here from the models, undoing what the public conv
 the original modules say; no rule of ours takes part.
 """
 
-from collections.abc import Callable, Mapping
+import importlib
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from transformers import (
-    FalconConfig,
-    FalconForCausalLM,
     GlmConfig,
     GlmForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
-    MiniMaxConfig,
-    MiniMaxForCausalLM,
     PhiConfig,
     PhiForCausalLM,
     Qwen2Config,
@@ -30,6 +29,7 @@ from modelquirks.planner import Plan
 Tensors = dict[str, torch.Tensor]
 Arrives = Callable[..., None]
 Randomized = Callable[[nn.Module], nn.Module]
+Makers = Mapping[str, Callable[[dict[str, Any]], nn.Module]]
 Planned = Callable[[str, Callable[[dict[str, Any]], nn.Module]], Plan]
 
 DIM, HEADS, KV_HEADS, HEAD = 32, 4, 2, 8
@@ -201,114 +201,55 @@ def test_phi_whose_embedding_and_head_are_numbered_layers(
     arrives(stored, {"model_type": "mixformer-sequential"}, model, lambda: phi(layers))
 
 
-def qwen2_of(config: dict[str, Any]) -> Qwen2ForCausalLM:
-    names = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
-    kept = {name: config[name] for name in (*names, "vocab_size", "intermediate_size")}
-    return Qwen2ForCausalLM(Qwen2Config.from_dict({**kept, "tie_word_embeddings": False}))
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
-def qwen_1_of(config: dict[str, Any]) -> Qwen2ForCausalLM:
-    changed = {
-        "intermediate_size": config["intermediate_size"] // 2,
-        "num_key_value_heads": config["num_attention_heads"],
-    }
-    return qwen2_of({**config, **changed})
-
-
-def llama_of(config: dict[str, Any]) -> LlamaForCausalLM:
-    bias = bool(config.get("bias"))
-    return LlamaForCausalLM(LlamaConfig.from_dict({**config, "attention_bias": bias}))
-
-
-def glm_of(config: dict[str, Any]) -> GlmForCausalLM:
-    return GlmForCausalLM(
-        GlmConfig(
-            vocab_size=config["padded_vocab_size"],
-            hidden_size=config["hidden_size"],
-            intermediate_size=config["ffn_hidden_size"],
-            num_hidden_layers=config["num_layers"],
-            num_attention_heads=config["num_attention_heads"],
-            num_key_value_heads=config["multi_query_group_num"],
-            head_dim=config["kv_channels"],
-            attention_bias=config["add_qkv_bias"],
-            pad_token_id=config["pad_token_id"],
-        )
-    )
-
-
-def phi_of(config: dict[str, Any]) -> PhiForCausalLM:
-    sizes = {"hidden_size": config["n_embd"], "num_hidden_layers": config["n_layer"]}
-    heads = config["n_head"]
-    inner = 4 * config["n_embd"]
-    return PhiForCausalLM(
-        PhiConfig(
-            **sizes,
-            num_attention_heads=heads,
-            intermediate_size=inner,
-            vocab_size=config["vocab_size"],
-        )
-    )
-
-
-def falcon_of(config: dict[str, Any]) -> FalconForCausalLM:
-    return FalconForCausalLM(
-        FalconConfig(
-            hidden_size=config["hidden_size"],
-            num_hidden_layers=config["n_layer"],
-            num_attention_heads=config["n_head"],
-            num_kv_heads=config["n_head_kv"],
-            vocab_size=config["vocab_size"],
-            new_decoder_architecture=True,
-        )
-    )
-
-
-def minimax_of(config: dict[str, Any]) -> MiniMaxForCausalLM:
-    kinds = {0: "linear_attention", 1: "full_attention"}
-    layer_types = [kinds[kind] for kind in config["attn_type_list"]]
-    names = (
-        *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
-        *("num_key_value_heads", "head_dim", "num_local_experts", "vocab_size"),
-    )
-    kept = {name: config[name] for name in names}
-    return MiniMaxForCausalLM(MiniMaxConfig.from_dict({**kept, "layer_types": layer_types}))
+@pytest.fixture(scope="module")
+def makers() -> Iterator[Makers]:
+    """Yield what makes the models for real checkpoints of this kind."""
+    sys.path.insert(0, str(BENCHMARKS))
+    try:
+        yield importlib.import_module("real_models").MAKERS
+    finally:
+        sys.path.remove(str(BENCHMARKS))
 
 
 @pytest.mark.parametrize(
-    ("slug", "make", "quirk"),
+    ("slug", "quirk"),
     [
-        ("qwen-7b-chat-cantonese", qwen_1_of, "remote.qwen"),
-        ("qwen-72b", qwen_1_of, "remote.qwen"),
-        ("internlm2-7b-intermind", llama_of, "remote.internlm2"),
-        ("openpangu-embedded-7b", llama_of, "remote.llama_names"),
-        ("glm4-9b-legal", glm_of, "remote.glm"),
-        ("phi-2-mixformer", phi_of, "remote.phi_sequential_32"),
-        ("mimo-7b-kor", qwen2_of, "remote.mimo"),
-        ("falcon-40b", falcon_of, None),
+        ("qwen-7b-chat-cantonese", "remote.qwen"),
+        ("qwen-72b", "remote.qwen"),
+        ("internlm2-7b-intermind", "remote.internlm2"),
+        ("openpangu-embedded-7b", "remote.llama_names"),
+        ("glm4-9b-legal", "remote.glm"),
+        ("phi-2-mixformer", "remote.phi_sequential_32"),
+        ("mimo-7b-kor", "remote.mimo"),
+        ("falcon-40b", None),
     ],
 )
 def test_every_name_of_a_real_checkpoint_has_its_place(
-    slug: str,
-    make: Callable[[dict[str, Any]], nn.Module],
-    quirk: str | None,
-    planned: Planned,
+    slug: str, quirk: str | None, planned: Planned, makers: Makers
 ) -> None:
-    plan = planned(slug, make)
+    plan = planned(slug, makers[slug])
     assert plan.audit.coverage == 1.0, plan.audit.missing[:5]
     assert plan.audit.unexpected == ()
     assert quirk in [q.name for q in plan.quirks] + [None]
 
 
-def test_minimax_m1_lacks_only_what_the_model_works_out_itself(planned: Planned) -> None:
-    plan = planned("minimax-m1-456b", minimax_of)
+def test_minimax_m1_lacks_only_what_the_model_works_out_itself(
+    planned: Planned, makers: Makers
+) -> None:
+    plan = planned("minimax-m1-456b", makers["minimax-m1-456b"])
     assert plan.audit.missing == plan.audit.mismatched == plan.audit.unexpected == ()
     absent = {name.rpartition(".")[2] for name in plan.audit.names("absent")}
     assert absent == {"slope_rate", "query_decay", "key_decay", "diagonal_decay"}
 
 
-def test_packed_qwen_1_is_cut_into_q_k_and_v_once_it_is_plain(planned: Planned) -> None:
+def test_packed_qwen_1_is_cut_into_q_k_and_v_once_it_is_plain(
+    planned: Planned, makers: Makers
+) -> None:
     """GPTQ gave every Linear a bias; of those the model has only the ones of q, k and v."""
-    plan = planned("qwen-7b-chat-int4-gptq", qwen_1_of)
+    plan = planned("qwen-7b-chat-int4-gptq", makers["qwen-7b-chat-int4-gptq"])
     assert plan.audit.coverage == 1.0, plan.audit.missing[:5]
     assert {name.rpartition(".")[2] for name in plan.audit.unexpected} == {"bias"}
     assert not any("c_attn" in name for name in plan.audit.unexpected)

@@ -25,6 +25,7 @@ from modelquirks.planner.dtypes import from_torch
 from modelquirks.planner.execution import loading
 from modelquirks.planner.execution.evaluate import evaluate
 from modelquirks.planner.execution.execute import ExecutionError, ExecutionReport, execute
+from modelquirks.planner.execution.helper import Helper
 from modelquirks.planner.execution.loaditem import LoadItem
 from modelquirks.planner.execution.loadoptions import LoadOptions
 from modelquirks.planner.execution.pages import fresh, let_go, prepare, read_in
@@ -425,7 +426,7 @@ def test_a_failure_in_a_thread_names_the_tensor_and_leaves_the_model(
 
 
 def test_an_interrupt_ends_the_threads_and_leaves_the_model(case: Case, monkeypatch: Any) -> None:
-    class Impatient(threading.Thread):
+    class Impatient(Helper):
         def join(self, timeout: float | None = None) -> None:
             if not interrupted:
                 interrupted.append(self)
@@ -433,7 +434,7 @@ def test_an_interrupt_ends_the_threads_and_leaves_the_model(case: Case, monkeypa
             super().join(timeout)
 
     interrupted: list[threading.Thread] = []
-    monkeypatch.setattr("modelquirks.planner.execution.pool.threading.Thread", Impatient)
+    monkeypatch.setattr("modelquirks.planner.execution.pool.Helper", Impatient)
     model = Net()
     before = dict(model.named_parameters())
     with pytest.raises(KeyboardInterrupt):

@@ -513,7 +513,7 @@ def test_a_run_that_is_killed_leaves_nothing_that_passes_for_complete(
     kept = whole.stat()
     result, report = loaded(checkpoint, off)
     assert torch.equal(result, expected)
-    assert codes(report) == {"materialized"}
+    assert codes(report) == {"materialized", "materialized-cleared"}
     assert not partial.exists()
     assert (whole.stat().st_ino, whole.stat().st_mtime_ns) == (kept.st_ino, kept.st_mtime_ns)
     new = [path for path in off.rglob("*.safetensors") if path != whole]

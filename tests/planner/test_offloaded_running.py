@@ -92,6 +92,7 @@ def loaded(
         device_map=device_map or {"": "disk"},
         dtype="float32",
         offload_buffers=bool(options.pop("offload_buffers", False)),
+        max_memory=options.pop("max_memory", None),
     )
     assert plan.ok, plan.problems
     plan.load_into(model, **options)
@@ -459,6 +460,19 @@ def test_a_weight_larger_than_the_room_is_made_when_it_is_needed(tmp_path: Path)
     counts = settled(model).counts
     assert counts.too_large > 0
     assert counts.peak_bytes < WEIGHT
+
+
+@pytest.mark.parametrize(("cpu", "limit"), [(3 * WEIGHT, 3 * WEIGHT), ("40GiB", 1 << 30), (0, 1)])
+def test_what_is_made_ahead_stays_within_what_the_plan_leaves_of_the_memory(
+    tmp_path: Path, cpu: int | str, limit: int
+) -> None:
+    model = loaded(tmp_path, stack(), max_memory={"cpu": cpu, "disk": "1GiB"})
+
+    assert settled(model).limit == limit
+
+
+def test_how_much_is_made_ahead_can_be_said_as_a_size(tmp_path: Path) -> None:
+    assert settled(loaded(tmp_path, stack(), ahead_bytes="2KiB")).limit == 2048
 
 
 @pytest.mark.usefixtures("eager")

@@ -150,7 +150,7 @@ def test_numbers_that_json_does_not_have_are_read_as_transformers_writes_them() 
 
 def test_sub_configs_are_made_plain_too() -> None:
     nested = {"text_config": {"hidden_size": 8, "quantization_config": {}, "auto_map": {}}}
-    assert plugin._plain(nested) == {"text_config": {"hidden_size": 8}}
+    assert plugin.plain_config(nested) == {"text_config": {"hidden_size": 8}}
 
 
 def test_experts_larger_than_memory_are_not_allocated() -> None:

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from modelquirks.planner.adapter.joint import AdapterFacts
+from modelquirks.planner.checkpoint.index import leaves_folder
+from modelquirks.planner.checkpoint.json_text import JsonProblem, parse_json, read_json
 from modelquirks.planner.checkpoint.manifest import Shard
 from modelquirks.planner.checkpoint.openoptions import AS_USUAL, OpenOptions
 from modelquirks.planner.checkpoint.origin import HubOrigin
@@ -21,7 +23,6 @@ from modelquirks.planner.placement.placement import DeviceMemory, Inputs, Placem
 from modelquirks.planner.placement.workload import Reserve
 from modelquirks.planner.typed import misfits
 from modelquirks.planner.writing import write_whole
-from modelquirks.quirks.recipe import RecipeError
 
 if TYPE_CHECKING:
     import torch
@@ -202,24 +203,22 @@ class Plan:
 
         *checkpoint* is the folder or file to execute it on, if it is not where it was.
         """
-        try:
-            data = json.loads(Path(path).read_text(encoding="utf-8"))
-        except OSError as error:
-            raise PlanError(f"{str(path)!r} cannot be read: {error.strerror or error}") from error
-        except (ValueError, RecursionError) as error:
-            raise PlanError(f"{str(path)!r} cannot be read as a plan: {error}") from error
+        data = _data(Path(path))
         if (fault := _no_plan(data)) is not None:
-            raise PlanError(f"{str(path)!r} {fault}; save one with `modelquirks plan … -o FILE`")
+            raise PlanError(f"{str(path)!r} {fault}")
+        if faults := list(_key_faults(data)):
+            raise PlanError(f"{str(path)!r} is damaged: {'; '.join(faults)}")
         try:
             plan = _from_json(cls, data, checkpoint)
             faults = [
                 text for name, kind in _KINDS for text in misfits(getattr(plan, name), kind, name)
             ]
-            if faults:
+            if faults := faults or [*_outside(plan)]:
                 raise TypeError("; ".join(faults[:10]))
             return plan
-        except (KeyError, TypeError, ValueError, AttributeError, RecipeError) as error:
-            raise PlanError(f"{str(path)!r} is damaged: {error!r}") from error
+        except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+            lacks = f"it lacks {error}" if isinstance(error, KeyError) else repr(error)
+            raise PlanError(f"{str(path)!r} is damaged: {lacks}") from error
 
     def execute(self, model: torch.nn.Module, **options: Any) -> torch.nn.Module:
         """Load the planned tensors into *model*, dispatch it, verify it, and return it.
@@ -241,9 +240,10 @@ class Plan:
         as long as the checkpoint is as it was; without it nothing is written anywhere.
         *expert_offload* and *expert_cache* (bytes, or ``"4GiB"``) say whether stacked experts that
         are offloaded are brought one by one, and how much of them is kept on the device that
-        computes; by default as planned, and a quarter of what is free there. *ahead_bytes* (1 GiB)
-        bounds what is computed of offloaded weights in the background before a forward pass comes
-        to it; 0 turns that off.
+        computes; by default as planned, and a quarter of what is free there. *ahead_bytes* (bytes,
+        or ``"256MiB"``) bounds what is computed of offloaded weights in the background, in CPU
+        memory, before a forward pass comes to it: by default what the plan leaves unused of that
+        memory, 1 GiB at most. 0 turns that off.
 
         What is kept in CPU memory as the file has it is a view of the mapped file; *copy* makes
         copies instead, for people who will overwrite the file in place. *load_memory* (256 MiB,
@@ -261,9 +261,10 @@ class Plan:
         default all; *timeout* is how many seconds one may be behind. See
         :func:`modelquirks.planner.distributed.perform.perform_together`.
         """
-        from modelquirks.planner.execution.perform import perform
+        from modelquirks.planner.execution.perform import enough_memory, perform
 
-        return perform(self, model, **options)
+        with enough_memory(self):
+            return perform(self, model, **options)
 
     def weights(
         self,
@@ -290,11 +291,13 @@ class Plan:
         Raises PlanError if the plan cannot be used or the files have changed, ValueError for names
         that it does not make.
         """
+        from modelquirks.planner.execution.perform import enough_memory
         from modelquirks.planner.execution.stream import WeightStream
 
-        return WeightStream(
-            self, names, device=device, ties=ties, copy=copy, load_memory=load_memory
-        )
+        with enough_memory(self):
+            return WeightStream(
+                self, names, device=device, ties=ties, copy=copy, load_memory=load_memory
+            )
 
 
 _KINDS: tuple[tuple[str, Any], ...] = (
@@ -318,15 +321,73 @@ def _listed(title: str, lines: Sequence[str]) -> str:
     return "\n- ".join((title, *lines[:10], *more))
 
 
+_ANEW = "make the plan anew with `modelquirks plan … -o FILE`"
+
+
+def _data(path: Path) -> Any:
+    """Return the JSON in the file *path*; PlanError if there is none, or a key of it is twice."""
+    found, raw = read_json(path)
+    if isinstance(found, JsonProblem):
+        raise PlanError(f"{str(path)!r} {found.text}")
+    twice: dict[str, bool] = {}
+    parse_json(raw.decode("utf-8-sig"), duplicates=twice)
+    if twice:
+        raise PlanError(f"{str(path)!r} has keys twice in one object: {shown(twice)}")
+    return found
+
+
+def _outside(plan: Plan) -> Iterator[str]:
+    """Yield the files of *plan* that are not below its folder, nor below that of its adapter."""
+    adapter = None if plan.adapter is None else Path(plan.adapter.path)
+    for shard in plan.shards:
+        why = leaves_folder(shard.name)
+        path = Path(shard.name)
+        if why == "is absolute" and adapter is not None and ".." not in path.parts:
+            why = "" if path.is_relative_to(adapter) or path.parent == adapter.parent else why
+        if why:
+            yield f"the file {shard.name!r:.80} {why}"
+
+
 def _no_plan(data: object) -> str | None:
     """Return what *data*, the JSON of a file, is instead of a plan; None if it is one."""
     if not isinstance(data, dict) or "schema" not in data:
-        return "is no plan: it has no 'schema'"
-    if data["schema"] != SCHEMA:
-        return f"is of schema {data['schema']!r}, this version reads plans of schema {SCHEMA}"
-    if "execution" not in data:
-        return "is only a report, as --json prints it: it does not say how to load"
+        return f"is no plan: it has no 'schema'; {_ANEW}"
+    number: object = data["schema"]
+    if isinstance(number, bool) or number != SCHEMA:
+        newer = isinstance(number, int) and number > SCHEMA
+        way_out = f"update modelquirks, or {_ANEW}" if newer else _ANEW
+        return f"is of schema {number!r}, this version reads plans of schema {SCHEMA}: {way_out}"
+    if not isinstance(data.get("execution"), dict):
+        return (
+            "is only a report, as --json prints it: it does not say how to load; save a plan with "
+            "`modelquirks plan … -o FILE`"
+        )
     return None
+
+
+_REPORT = frozenset(
+    ("schema", "checkpoint", "model", "quirks", "audit", "placement", "findings", "ok")
+)
+_EXECUTION = frozenset(
+    (
+        *("root", "path", "shards", "layout", "recipes", "aliases", "compare", "devices"),
+        *("audit", "findings", "placing", "placement_findings", "options"),
+    )
+)
+_LATER = {"the plan": {"adapter"}, "'execution'": {"hub", "opening", "adapter"}}
+"""What plans need not have: some never do, others were made before there was such a thing."""
+
+
+def _key_faults(data: Mapping[str, Any]) -> Iterator[str]:
+    """Yield which keys a plan lacks, and which it has that nobody here knows the meaning of."""
+    for what, given, needed in (
+        ("the plan", data.keys() - {"execution"}, _REPORT),
+        ("'execution'", data["execution"].keys(), _EXECUTION),
+    ):
+        if lacking := sorted(needed - given):
+            yield f"{what} lacks {shown(lacking)}"
+        if unknown := sorted(given - needed - _LATER[what]):
+            yield f"{what} has keys that this version does not know: {shown(unknown)}"
 
 
 def _shard_json(shard: Shard) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterable
 
 from modelquirks.planner.finding import Finding
+from modelquirks.planner.wording import clean
 
 __all__ = ["tell"]
 
@@ -16,4 +17,4 @@ _LEVELS = {"error": logging.ERROR, "warning": logging.WARNING, "info": logging.I
 def tell(findings: Iterable[Finding]) -> None:
     """Log *findings*; without any set-up Python prints warnings and errors on standard error."""
     for finding in findings:
-        _LOG.log(_LEVELS[finding.severity], "%s", finding.message)
+        _LOG.log(_LEVELS[finding.severity], "%s", clean(finding.message))

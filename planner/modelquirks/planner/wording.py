@@ -15,22 +15,31 @@ from modelquirks.planner.placement.memory import show_bytes
 
 __all__ = ["clean", "compact_names", "counted", "ranges", "show_seconds", "show_shape", "summary"]
 
+_UNSEEN = re.compile(
+    "[\u034f\u115f\u1160\u17b4\u17b5\u180b-\u180d\u180f\u2800\u3164\ufe00-\ufe0f\uffa0"
+    "\U000e0100-\U000e01ef]"
+)
+"""Characters that take no room or are blank, and that Python calls printable all the same: those
+of Unicode's Default_Ignorable_Code_Point, and the empty pattern of Braille."""
 _INDEX = re.compile("0|[1-9][0-9]*")
 """An index as Python writes it: ``01`` is a word."""
 
 
 def clean(text: str) -> str:
-    r"""Return *text* with every character that does not print written as an escape.
+    r"""Return *text* with every character that does not print, or is not seen, as an escape.
 
     >>> clean("a\x1b[31m\nb")
     'a\\x1b[31m\\nb'
     """
-    if text.isprintable():
+    if text.isprintable() and (text.isascii() or not _UNSEEN.search(text)):
         return text
     return "".join(
-        char if char.isprintable() else char.encode("unicode_escape").decode("ascii")
-        for char in text
+        char if char.isprintable() and not _UNSEEN.match(char) else _escape(char) for char in text
     )
+
+
+def _escape(char: str) -> str:
+    return char.encode("unicode_escape").decode("ascii")
 
 
 def counted(number: int, singular: str, plural: str = "") -> str:

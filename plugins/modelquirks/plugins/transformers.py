@@ -10,11 +10,20 @@ from typing import Any
 
 from modelquirks.quirks.hookspecs import hookimpl
 
-__all__ = ["modelquirks_model"]
+__all__ = ["modelquirks_model", "plain_config"]
 
-_DROPPED = frozenset({"quantization_config", "compression_config", "auto_map"})
+_DROPPED = frozenset(
+    (
+        *("quantization_config", "compression_config", "auto_map", "custom_pipelines"),
+        *("attn_implementation", "_attn_implementation", "_attn_implementation_internal"),
+        *("experts_implementation", "_experts_implementation", "_experts_implementation_internal"),
+        *("use_kernels", "kernel_config"),
+    )
+)
 """Keys of a config and its sub-configs that must not reach the model: packed weights are made
-plain by recipes, and remote code is never run."""
+plain by recipes, and code from elsewhere is never run. An implementation of attention or experts
+may be a repository with a compiled kernel (``integrations/hub_kernels.py`` of transformers 5.24),
+which is how a model computes, and the business of whoever runs it."""
 
 _HEADS = (
     "MODEL_FOR_CAUSAL_LM_MAPPING",
@@ -43,7 +52,7 @@ def modelquirks_model(config: Mapping[str, Any], folder: Path) -> Any:
     del folder  # everything is in config.json
     if find_spec("transformers") is None:
         return None
-    plain = _plain(config)
+    plain = plain_config(config)
     named = _named_class(plain)
     if named is None and not _known_type(plain):
         return None
@@ -60,7 +69,7 @@ def modelquirks_model(config: Mapping[str, Any], folder: Path) -> Any:
         ) from error
 
 
-def _plain(config: Mapping[str, Any]) -> dict[str, Any]:
+def plain_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return a copy of *config* without what must not reach the model, sub-configs included."""
     return {key: _decoded(value) for key, value in config.items() if key not in _DROPPED}
 
@@ -78,7 +87,7 @@ def _decoded(value: Any) -> Any:
     tag = value.get("__float__")
     if len(value) == 1 and tag in ("Infinity", "-Infinity", "NaN"):
         return float(tag)
-    return _plain(value)
+    return plain_config(value)
 
 
 def _known_type(config: Mapping[str, Any]) -> bool:
@@ -142,9 +151,9 @@ def _built(model_class: Any, settings: Any) -> Any:
 
 
 def _instance(model_class: Any, settings: Any) -> Any:
-    from modelquirks.planner.model.build import empty_weights
+    from modelquirks.planner.model.build import empty_weights, without_network
 
-    with empty_weights():
+    with empty_weights(), without_network():
         model = model_class._from_config(settings)
     _give_computed_values(model)
     return model.eval()

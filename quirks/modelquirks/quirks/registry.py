@@ -140,7 +140,8 @@ class Registry:
         kept, refused = _unique("plugin", wanted)
         for claim, why in refused:
             registry._fail(claim.thing, PluginError(claim.origin, why))
-        for claim in kept:
+        # Ours first: a module of ours under somebody else's entry point is theirs to lose.
+        for claim in sorted(kept, key=lambda claim: claim.origin.distribution != _OURS):
             registry._load_one(claim.thing)
         registry._settle()
         return registry
@@ -214,7 +215,7 @@ class Registry:
         """Return the rules that the library of *model* has, and which plugin gives them.
 
         None if no plugin knows it. What fails becomes one of the :attr:`problems`, and so do two
-        plugins that both have rules: then the first by name counts.
+        plugins that both have rules: then that of modelquirks counts, or the first by name.
         """
         found: list[tuple[LibraryRules, Origin]] = []
         impls = self._manager.hook.modelquirks_library.get_hookimpls()
@@ -229,9 +230,9 @@ class Registry:
             else:
                 if rules is not None:
                     found.append((rules, origin))
+        found.sort(key=_theirs)
         if len(found) > 1:
-            others = " and ".join(str(origin) for _, origin in found[1:])
-            self._notice([f"{found[0][1]} and {others} have rules for one model: the first counts"])
+            self._notice([_first_counts(found, "have rules for one model")])
         return found[0] if found else None
 
     def opened(self, path: Path, names: Sequence[str], options: Any) -> tuple[Any, tuple[str, ...]]:
@@ -239,7 +240,8 @@ class Registry:
 
         The former is None if no plugin knows the format; *names* is what is in the folder,
         *options* what somebody wants of it, as the hook has them. The latter are sentences: plugins
-        that failed, and that two have claimed it, of which the first by name counts.
+        that failed, and that two have claimed it: then that of modelquirks counts, or the first by
+        name.
         """
         found: list[tuple[Any, Origin]] = []
         problems: list[str] = []
@@ -256,9 +258,9 @@ class Registry:
             else:
                 if opened is not None:
                     found.append((opened, origin))
+        found.sort(key=_theirs)
         if len(found) > 1:
-            others = " and ".join(str(origin) for _, origin in found[1:])
-            problems.append(f"{found[0][1]} and {others} both know the format: the first counts")
+            problems.append(_first_counts(found, "both know the format"))
         return (found[0][0] if found else None), tuple(problems)
 
     def _notice(self, sentences: Iterable[str]) -> None:
@@ -332,6 +334,17 @@ class Registry:
             schemes=tuple(n for n, o in sorted(self._scheme_origins.items()) if o == origin),
             hooks=given.hooks,
         )
+
+
+def _theirs(found: tuple[Any, Origin]) -> bool:
+    """Tell whether something is not of modelquirks itself: that comes first."""
+    return found[1].distribution != _OURS
+
+
+def _first_counts(found: Sequence[tuple[Any, Origin]], what: str) -> str:
+    """Return the sentence for several that give one thing: that of modelquirks, or of the first."""
+    others = " and ".join(str(origin) for _, origin in found[1:])
+    return f"{found[0][1]} and {others} {what}: the first counts"
 
 
 class _Claim(NamedTuple, Generic[_T]):

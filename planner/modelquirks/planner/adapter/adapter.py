@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from modelquirks.planner.adapter.config import AdapterConfig, config_of
-from modelquirks.planner.checkpoint.json_text import JsonProblem, read_json
+from modelquirks.planner.checkpoint.confined import confined
+from modelquirks.planner.checkpoint.json_text import JsonProblem, parse_json, read_json
 from modelquirks.planner.checkpoint.manifest import Manifest
 from modelquirks.planner.checkpoint.open import CheckpointError, open_manifest
 from modelquirks.planner.finding import Finding, shown
@@ -58,7 +59,8 @@ def open_adapter(path: str | Path, registry: Callable[[], Registry] | None = Non
     path = Path(path)
     folder = path if path.is_dir() else path.parent
     weights = _weights(path) if path.is_dir() else path
-    config = read_config(folder)
+    with confined(path):
+        config = read_config(folder)
     if config is None:
         raise CheckpointError(_no_adapter(path, folder))
     if isinstance(config, str):
@@ -77,9 +79,13 @@ def read_config(folder: Path) -> AdapterConfig | str | None:
     path = folder / CONFIG
     if not path.is_file():
         return None
-    data, _ = read_json(path)
+    data, raw = read_json(path)
     if isinstance(data, JsonProblem):
         return data.text
+    twice: dict[str, bool] = {}
+    parse_json(raw.decode("utf-8-sig"), duplicates=twice)
+    if twice:
+        return f"has keys twice in one object: {shown(twice)}"
     if not isinstance(data, Mapping):
         return f"holds a JSON {type(data).__name__}, expected an object"
     try:

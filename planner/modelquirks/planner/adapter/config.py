@@ -27,6 +27,10 @@ _VARIANTS: tuple[tuple[str, str], ...] = (
 )
 """Fields that, if set, make a LoRA something else than ``W + scaling * B @ A``."""
 
+_LARGEST = 1 << 31
+_MAX_REPEATS = 6
+"""Unbounded repeats in one regular expression; with names of 60 letters that is some seconds."""
+
 _CHANGE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 """Ways to begin (``init_lora_weights``) that also change the weights of the base model."""
 
@@ -135,6 +139,8 @@ def config_of(data: Mapping[str, Any]) -> AdapterConfig:
 def _faults(data: Mapping[str, Any]) -> Iterator[str]:
     """Yield the fields that are not of the type that they must have."""
     types: tuple[tuple[str, type | tuple[type, ...]], ...] = (
+        *(("peft_type", str), ("task_type", str)),
+        *(("base_model_name_or_path", str), ("revision", str)),
         ("r", int),
         ("lora_alpha", (int, float)),
         ("rank_pattern", dict),
@@ -152,11 +158,39 @@ def _faults(data: Mapping[str, Any]) -> Iterator[str]:
         if value is not None and not isinstance(value, kind):
             yield f"{name!r} is {value!r}"
     ranks = {"r": data.get("r", 8), **_dict(data.get("rank_pattern"))}
-    yield from (f"rank {v!r} of {k!r}" for k, v in ranks.items() if not isinstance(v, int) or v < 1)
-    alphas = _dict(data.get("alpha_pattern"))
-    yield from (
-        f"alpha {v!r} of {k!r}" for k, v in alphas.items() if not isinstance(v, int | float)
-    )
+    yield from (f"rank {v!r:.60} of {k!r}" for k, v in ranks.items() if not _is_rank(v))
+    alphas = {"lora_alpha": data.get("lora_alpha", 8), **_dict(data.get("alpha_pattern"))}
+    yield from (f"alpha {v!r:.60} of {k!r}" for k, v in alphas.items() if not _is_alpha(v))
+    yield from (f"{text!r:.60} may be compared for ever" for text in _patterns(data) if _slow(text))
+
+
+def _is_rank(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value < _LARGEST
+
+
+def _is_alpha(value: object) -> bool:
+    """Tell whether *value* is a number that can scale a weight: NaN would make all of them NaN."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return value is None or (is_number and abs(value) < _LARGEST)  # type: ignore[arg-type]
+
+
+def _patterns(data: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the regular expressions, which are matched with every name of the model."""
+    values = (data.get("target_modules"), data.get("exclude_modules"))
+    yield from (value for value in values if isinstance(value, str))
+    yield from _texts(data.get("layers_pattern"))
+    yield from (key for name in ("rank_pattern", "alpha_pattern") for key in _dict(data.get(name)))
+
+
+def _slow(pattern: str) -> bool:
+    """Tell whether a regular expression has repeats within repeats, or very many.
+
+    Matching it may take longer than anybody lives; Python cannot stop it.
+    """
+    plain = re.sub(r"\\.", "x", pattern)
+    if re.search(r"\)(\*|\+|\{[0-9]*,)", plain):
+        return True
+    return len(re.findall(r"\*|\+|\{[0-9]*,[0-9]*\}", plain)) > _MAX_REPEATS
 
 
 def _dict(value: object) -> Mapping[Any, Any]:

@@ -14,6 +14,24 @@ if TYPE_CHECKING:
 __all__ = ["AdapterPlacesError", "with_places"]
 
 
+_REACHING = {
+    "XLORA": "loads other adapters, from the hub too",
+    "SHADOW": "loads another model, from the hub too",
+    "CARTRIDGE": "loads what its config names",
+}
+"""Kinds that do more than make places when PEFT puts them on a model (0.21.2)."""
+_NOT_OURS = {
+    "megatron_config": None,
+    "megatron_core": "megatron.core",
+    "tokenizer_name_or_path": None,
+    "tokenizer_kwargs": None,
+}
+"""Fields that name what is imported or fetched, and how they are by default.
+
+``tuners/lora/tp_layer.py`` imports the module that ``megatron_core`` names, before 0.20 whatever
+it is; a prompt may come from a tokenizer with remote code."""
+
+
 class AdapterPlacesError(ValueError):
     """PEFT is not there, or does not take the model; the message says what to do."""
 
@@ -31,13 +49,21 @@ def with_places(model: torch.nn.Module, adapter: Adapter) -> torch.nn.Module:
             "an adapter that is not merged is loaded into a model of PEFT, which is not installed: "
             "install modelquirks[peft], or merge the adapter with --merge"
         ) from error
-    from modelquirks.planner.model.build import empty_weights
+    from modelquirks.planner.model.build import empty_weights, without_network
 
+    if why := _REACHING.get(adapter.config.kind):
+        raise AdapterPlacesError(
+            f"{str(adapter.path)!r} is of the kind {adapter.config.kind}, which {why}: build the "
+            "PEFT model yourself (in Python), and give that"
+        )
     folder = adapter.path if adapter.path.is_dir() else adapter.path.parent
     try:
         config = PeftConfig.from_pretrained(str(folder))
         config.inference_mode = True
-        with empty_weights():
+        for name, usual in _NOT_OURS.items():
+            if hasattr(config, name):
+                setattr(config, name, usual)
+        with empty_weights(), without_network():
             placed: torch.nn.Module = get_peft_model(cast(Any, model), config)
     except Exception as error:
         raise AdapterPlacesError(

@@ -12,6 +12,7 @@ import stat
 from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
+from modelquirks.planner.checkpoint.confined import is_outside
 from modelquirks.planner.checkpoint.filepath import FilePath
 from modelquirks.planner.finding import Finding
 
@@ -37,6 +38,7 @@ Kind = Literal[
 ]
 
 HEAD_BYTES = 512
+OUTSIDE = "it is a link to a file outside the folder, and not opened; name that file"
 _LFS = (b"version https://git-lfs", b"version https://hawser")
 _HTML = (b"<!doctype html", b"<html", b"<head", b"<?xml", b"<!--")
 _LEGACY_MAGIC = b"\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."  # 0x1950a86a20f9469cfc6c as a pickle
@@ -60,7 +62,12 @@ class Look(NamedTuple):
 
 
 def look(path: FilePath) -> Look:
-    """Return what *path* is; never raises. Reads at most :data:`HEAD_BYTES` bytes."""
+    """Return what *path* is; never raises. Reads at most :data:`HEAD_BYTES` bytes.
+
+    A link out of the folder that is looked into is not followed: ``unreadable``.
+    """
+    if is_outside(path):
+        return Look("unreadable", trouble=OUTSIDE)
     try:
         status = path.stat()
         if not stat.S_ISREG(status.st_mode):  # opening a FIFO would wait for ever

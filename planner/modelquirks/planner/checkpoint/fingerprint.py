@@ -40,27 +40,42 @@ def changed(root: Path, shards: Sequence[Shard], *, same_place: bool) -> list[Fi
     it False where the checkpoint was copied.
     """
     return [
-        Finding("shard-changed", "error", f"{shard.name!r} {what}; make the plan again.")
+        Finding("shard-changed", "error", f"{shard.name!r} {what}")
         for shard in shards
         for what in _differences(root, shard, same_place=same_place)
     ]
 
 
 def _differences(root: Path, shard: Shard, *, same_place: bool) -> Iterator[str]:
-    """Yield at most one difference, the plainest."""
+    """Yield at most one difference, the plainest, and what to do."""
+    again = "; make the plan again."
     path = root / shard.name
     now = look(path)
     if shard.size_bytes is None:
         if now.kind != "absent":
-            yield "was not there when the plan was made and is now"
-    elif now.kind in ("absent", "special", "unreadable"):
-        yield "is gone" if now.kind == "absent" else "can no longer be read"
+            yield f"was not there when the plan was made and is now{again}"
+    elif now.kind in ("absent", "special"):
+        yield f"{'is gone' if now.kind == 'absent' else 'can no longer be read'}{again}"
+    elif now.kind == "unreadable":
+        yield f"can no longer be read ({now.trouble})."
     elif now.size_bytes != shard.size_bytes:
-        yield f"had {shard.size_bytes:,} bytes when the plan was made and has {now.size_bytes:,}"
+        had = f"had {shard.size_bytes:,} bytes when the plan was made"
+        yield f"{had} and has {now.size_bytes:,}{again}"
     elif digest_of(path, now.kind) != shard.digest:
-        yield "has another header than when the plan was made"
+        trouble = _trouble(path)
+        yield trouble or f"has another header than when the plan was made{again}"
     elif same_place and shard.mtime_ns is not None and now.mtime_ns != shard.mtime_ns:
-        yield "was written again since the plan was made, with the same header"
+        yield f"was written again since the plan was made, with the same header{again}"
+
+
+def _trouble(path: Path) -> str:
+    """Return why the file cannot be read now, if it cannot: then its header is as it was."""
+    try:
+        with path.open("rb") as file:
+            file.read(1)
+    except OSError as error:
+        return f"can no longer be read ({error.strerror or error})."
+    return ""
 
 
 def copies_among(shards: Iterable[Shard]) -> Iterator[tuple[str, ...]]:
@@ -81,6 +96,8 @@ def digest_of(path: Path, kind: Kind) -> str | None:
     Of a pickle it is that of all its bytes, if they are not too many to be read as one; of GGUF,
     whose header is as long as its tokenizer, that of the first 16 MiB.
     """
+    if kind in ("absent", "special", "unreadable"):  # opening a named pipe would wait for ever
+        return None
     if kind in ("zip", "legacy", "tar"):
         from modelquirks.planner.checkpoint.torch_zip import (
             read_torch,  # 10 ms that others do without

@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal, NamedTuple
 
+from modelquirks.planner.checkpoint.confined import is_outside
 from modelquirks.planner.checkpoint.filepath import FilePath
 
 __all__ = ["Candidate", "Folder", "list_folder", "rank_files", "rank_of", "series_of"]
@@ -59,7 +60,10 @@ class Folder(NamedTuple):
 
     def has(self, shard: str) -> bool:
         """Tell whether the file of that name, relative to the folder, is there."""
-        return shard in self.present or ("/" in shard and (self.root / shard).exists())
+        try:
+            return shard in self.present or ("/" in shard and (self.root / shard).exists())
+        except OSError:  # a name that is longer than names can be
+            return False
 
 
 def series_of(name: str) -> str:
@@ -100,7 +104,7 @@ def list_folder(root: FilePath) -> Folder:
 
 def _names_in(folder: FilePath) -> list[str]:
     try:
-        return [path.name for path in folder.iterdir()]
+        return [] if is_outside(folder) else [path.name for path in folder.iterdir()]
     except OSError:
         return []
 

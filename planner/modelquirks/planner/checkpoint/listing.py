@@ -16,6 +16,7 @@ from typing import Any
 from modelquirks.planner.checkpoint.manifest import Manifest, StoredTensor
 from modelquirks.planner.dtypes import BITS, nbytes
 from modelquirks.planner.finding import shown
+from modelquirks.planner.writing import write_whole
 from modelquirks.quirks.recipe import TensorType
 
 __all__ = ["Listing", "ListingError"]
@@ -73,13 +74,13 @@ class Listing:
 
     def write(self, path: str | Path) -> None:
         """Write it as JSON, a tensor a line."""
-        Path(path).write_text(self.to_text(), encoding="utf-8")
+        write_whole(Path(path), self.to_text())
 
     def to_text(self) -> str:
         """Return the JSON that :meth:`write` writes."""
         data = {"config": self.config, "container": self.container, "tensors": self.tensors}
         kept = {name: value for name, value in data.items() if value or name == "tensors"}
-        return json.dumps(kept, indent=1, ensure_ascii=False) + "\n"
+        return json.dumps(kept, indent=1) + "\n"
 
     def manifest(self) -> Manifest:
         """Return a manifest as of a file that holds these tensors; nothing can be read from it."""

@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from modelquirks.planner.checkpoint.confined import confined
 from modelquirks.planner.checkpoint.file_kind import look
 from modelquirks.planner.checkpoint.filepath import FilePath
 from modelquirks.planner.checkpoint.folder import (
@@ -23,7 +24,8 @@ from modelquirks.planner.checkpoint.folder import (
     series_of,
 )
 from modelquirks.planner.checkpoint.index import Index, format_of, read_index
-from modelquirks.planner.checkpoint.json_text import JsonProblem, read_json
+from modelquirks.planner.checkpoint.json_text import JsonProblem, parse_json, read_json
+from modelquirks.planner.checkpoint.lookalikes import about_names
 from modelquirks.planner.checkpoint.manifest import Manifest
 from modelquirks.planner.checkpoint.opened import Opened, content_of
 from modelquirks.planner.checkpoint.openoptions import AS_USUAL, OpenOptions
@@ -84,7 +86,7 @@ def open_manifest(
     if not str(path):
         raise CheckpointError("'' names no checkpoint; give a folder, a weight file or an index")
     path = Path(path)
-    with collector_paused():
+    with collector_paused(), confined(path):
         try:
             return _opened(path, registry, options)
         except OSError as error:
@@ -239,7 +241,7 @@ def _stand_in(folder: Folder) -> tuple[Candidate, Index | None] | None:
 def _manifest(root: FilePath, path: FilePath, content: Content, *findings: Finding) -> Manifest:
     config, about_config = _read_config(root)
     config = config or content.config
-    found = [*content.findings, *findings, *about_config]
+    found = [*content.findings, *findings, *about_config, *about_names(content.tensors)]
     if any(_is_adapter(shard.name) for shard in content.shards):
         found.append(Finding("adapter", "info", _about_alone(root, path)))
     return Manifest(
@@ -263,12 +265,23 @@ def _read_config(root: FilePath) -> tuple[Mapping[str, Any], tuple[Finding, ...]
     path = root / "config.json"
     if not path.is_file():
         return _read_params(root)
-    config, _ = read_json(path)
+    config, raw = read_json(path)
     if isinstance(config, dict):
-        return config, ()
+        return config, tuple(_about_twice("config.json", raw))
     found = config.text if isinstance(config, JsonProblem) else f"is a JSON {type(config).__name__}"
     text = f"'config.json' {found}; it is not used, and rules that depend on it do not apply."
     return {}, (Finding("config-unreadable", "warning", text),)
+
+
+def _about_twice(name: str, raw: bytes) -> Iterator[Finding]:
+    twice: dict[str, bool] = {}
+    parse_json(raw.decode("utf-8-sig"), duplicates=twice)
+    if twice:
+        text = (
+            f"{name!r} has keys twice in one object, and the last counts here; other readers may "
+            f"take the first: {shown(twice)}."
+        )
+        yield Finding("config-duplicate", "warning", text)
 
 
 def _read_params(root: FilePath) -> tuple[Mapping[str, Any], tuple[Finding, ...]]:

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 __all__ = ["HubOrigin"]
+
+_PART = "[A-Za-z0-9_][A-Za-z0-9._-]*"
+_FORMS = {
+    "repository": re.compile(rf"{_PART}(/{_PART})?"),
+    "revision": re.compile(r"(?!/)(?!.*//)(?!.*\.\.)[^\x00-\x20\\]+(?<!/)"),
+    "commit": re.compile("[0-9a-f]{40}"),
+    "path": re.compile(r"(?!/)(?!(.*/)?\.\.(/|$))[^\x00\\]*"),
+}
+"""What is no name of a place elsewhere: all but the commit become paths in the caches."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +52,14 @@ class HubOrigin:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> HubOrigin:
-        """Return what :meth:`to_json` gave; TypeError if it is something else."""
+        """Return what :meth:`to_json` gave; TypeError if it is something else.
+
+        ValueError if a part of it would lead out of the folders that are made of them.
+        """
         if not all(isinstance(value, str) for value in data.values()):
             raise TypeError(f"an origin of strings was expected, found {dict(data)!r:.80}")
-        return cls(**data)
+        found = cls(**data)
+        for name, form in _FORMS.items():
+            if not form.fullmatch(value := getattr(found, name)):
+                raise ValueError(f"{name} {value!r:.80} is none that a hub has")
+        return found

@@ -10,6 +10,7 @@ which are limited, and nothing else.
 from __future__ import annotations
 
 import pickletools
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, BinaryIO, NamedTuple
 
@@ -19,6 +20,9 @@ MAX_BYTES = 1 << 27
 """A larger pickle is refused: that of 200,000 tensors has 30 MB."""
 MAX_OPCODES = 8_000_000
 """Each may make one object; a tensor takes about 25."""
+
+_MAX_COPIED = 2_000_000
+_SHORT = 64
 
 _PYTHON_2 = {"__builtin__": "builtins", "copy_reg": "copyreg"}
 _SIMPLE = (str, int, float, bool, bytes, type(None))
@@ -37,6 +41,10 @@ class Global(NamedTuple):
     def __str__(self) -> str:
         """Return the dotted name."""
         return f"{self.module}.{self.name}"
+
+
+_NESTED = Global("torch.storage", "_load_from_bytes")
+"""What gets a whole file of ``torch.save``, pickle and all."""
 
 
 class Opaque:
@@ -60,6 +68,8 @@ class Opaque:
 
 
 _KEYS = (*_SIMPLE, Opaque)
+_MAX_BITS = 4096
+"""Of an integer: one of 4,300 digits cannot be written out."""
 
 
 class Loaded(NamedTuple):
@@ -72,26 +82,32 @@ class Loaded(NamedTuple):
 Rebuild = Mapping[tuple[str, str], Callable[..., Any]]
 
 
-def load(file: BinaryIO, *, rebuild: Rebuild, persistent: Callable[[Any], Any]) -> Loaded:
+def load(
+    file: BinaryIO, *, rebuild: Rebuild, persistent: Callable[[Any], Any], depth: int = 0
+) -> Loaded:
     """Return the value of the next pickle in *file*, and leave *file* behind it.
 
     *rebuild* makes values of the calls that are known, by module and name; *persistent* of the
     identifiers of objects outside the pickle. Both may raise TypeError or ValueError, which makes
-    the value an :class:`Opaque`. Raises :class:`PickleProblem` for bytes that are no pickle.
+    the value an :class:`Opaque`. *depth* says within how many pickles this one is. Raises
+    :class:`PickleProblem` for bytes that are no pickle.
     """
-    machine = _Machine(rebuild, persistent)
+    machine = _Machine(rebuild, persistent, depth)
     limited: Any = _Limited(file)  # genops needs no more of a file than read and readline
     try:
-        for count, (opcode, arg, _) in enumerate(pickletools.genops(limited)):
-            if count >= MAX_OPCODES:
-                raise PickleProblem(f"has a pickle of more than {MAX_OPCODES:,} steps")
-            if opcode.name == "STOP":
-                break
-            machine.step(opcode.name, arg)
+        with warnings.catch_warnings():  # of texts with backslashes, which say what they like
+            warnings.simplefilter("ignore", DeprecationWarning)
+            machine.run(limited)
         return Loaded(machine.stack.pop(), tuple(machine.globals))
     except (ValueError, IndexError, KeyError, TypeError, OverflowError, UnicodeError) as error:
         kind = type(error).__name__
         raise PickleProblem(f"has a broken pickle ({kind}: {error!s:.80})") from error
+
+
+def _length(value: Any) -> int:
+    """Return how many values a copy would have; a shape or a stride counts as nothing."""
+    length = len(value) if isinstance(value, list | tuple | dict | str) else 0
+    return length if length > _SHORT else 0
 
 
 class _Limited:
@@ -116,18 +132,30 @@ class _Limited:
 class _Machine:
     """Stack, marks and memo of one pickle."""
 
-    def __init__(self, rebuild: Rebuild, persistent: Callable[[Any], Any]) -> None:
+    def __init__(self, rebuild: Rebuild, persistent: Callable[[Any], Any], depth: int) -> None:
         self.stack: list[Any] = []
         self.globals: dict[Global, None] = {}
         self._marks: list[list[Any]] = []
         self._memo: dict[int, Any] = {}
         self._rebuild = rebuild
         self._persistent = persistent
+        self._copied = 0
+        self._depth = depth
+
+    def run(self, file: Any) -> None:
+        """Do what a whole pickle says."""
+        for count, (opcode, arg, _) in enumerate(pickletools.genops(file)):
+            if count >= MAX_OPCODES:
+                raise PickleProblem(f"has a pickle of more than {MAX_OPCODES:,} steps")
+            if opcode.name == "STOP":
+                break
+            self.step(opcode.name, arg)
 
     def step(self, name: str, arg: Any) -> None:
         """Do what one opcode says."""
         if name in _PUSH_ARGUMENT:
-            self.stack.append(arg)
+            is_huge = type(arg) is int and arg.bit_length() > _MAX_BITS
+            self.stack.append(Opaque("a huge number") if is_huge else arg)
         elif name in _GET:
             self.stack.append(self._memo[arg])
         elif name in _PUT:
@@ -263,11 +291,23 @@ class _Machine:
     def _call(self, function: Any, args: Any) -> Any:
         known = self._rebuild.get(function) if isinstance(function, Global) else None
         if known is not None and isinstance(args, tuple):
+            # It can be called again and again with what is large, and may copy that each time.
+            self._copied += sum(_length(arg) for arg in args)
+            if self._copied > _MAX_COPIED:
+                raise PickleProblem(f"has a pickle that copies more than {_MAX_COPIED:,} values")
             try:
                 return known(*args)
             except (TypeError, ValueError, RecursionError):
                 return Opaque(str(function), args)
+        if function == _NESTED:
+            self._look_within(args)
         return Opaque(str(function) if isinstance(function, Global) else "?", args)
+
+    def _look_within(self, args: Any) -> None:
+        from modelquirks.planner.checkpoint.pickle_within import names_within  # which needs this
+
+        content = args[0] if isinstance(args, tuple) and args else None
+        self.globals |= dict.fromkeys(names_within(content, self._depth))
 
     def _do_build(self, _: Any) -> None:
         state = self.stack.pop()

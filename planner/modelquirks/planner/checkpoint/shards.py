@@ -11,6 +11,7 @@ from itertools import repeat
 from typing import Any
 
 from modelquirks.planner.checkpoint.compact_index import runs_of
+from modelquirks.planner.checkpoint.confined import leads_out
 from modelquirks.planner.checkpoint.content_findings import about_content, about_size, merged
 from modelquirks.planner.checkpoint.file_kind import look
 from modelquirks.planner.checkpoint.filepath import FilePath, announce
@@ -151,39 +152,10 @@ def _header(
     root: FilePath, shard: str, expected: Format | None, *, follow_links: bool = False
 ) -> Header:
     path = root / shard
-    if not follow_links and _leads_out(root, path):
+    if not follow_links and leads_out(root, path):
         text = f"{shard!r} is a link to a file outside the folder, and not opened; name that file."
         return unread(shard, look(path), Finding("shard-path", "error", text))
     return read_weights(path, shard=shard, expected=expected)
-
-
-def _leads_out(root: FilePath, path: FilePath) -> bool:
-    """Tell whether links lead out of the folder, other than to the blobs of a hub cache."""
-    try:
-        folder, target = root.resolve(), path.resolve()
-    except (OSError, RuntimeError):  # a loop of links
-        return True
-    if target.is_relative_to(folder):
-        return False
-    return not _in_hub_cache(folder, target)
-
-
-def _in_hub_cache(folder: FilePath, target: FilePath) -> bool:
-    """Tell whether *target* is where the cache of huggingface_hub keeps files of *folder*.
-
-    Its ``<repository>/snapshots/<revision>/<file>`` are links to ``<repository>/blobs/<hash>``.
-    Since 2.4 those may be links in turn, to ``blobs/<2 digits>/<hash>`` beside the repositories
-    (``utils/_shared_blobs.py``).
-    """
-    blobs = target.parent
-    if blobs.name == "blobs":
-        return folder.is_relative_to(blobs.parent / "snapshots")
-    shared, above = blobs.parent, folder
-    while above.parent != above:
-        if above.name == "snapshots":
-            return shared.name == "blobs" and above.parent.parent == shared.parent
-        above = above.parent
-    return False
 
 
 def _about_format(index: Index) -> Iterator[Finding]:

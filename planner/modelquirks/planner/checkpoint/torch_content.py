@@ -56,6 +56,8 @@ _RECORD_FAULTS = {
     "record-missing": "storages without a record in the file",
     "record-compressed": "storages that are compressed: they cannot be read in place; save again",
     "record-size": "storages whose records have another size",
+    "record-differs": "storages whose records are not what the directory of the file says",
+    "record-overlap": "storages that lie in each other's records",
     "record-misplaced": "storages whose records are not where they should be",
 }
 

@@ -6,6 +6,7 @@ in a few lines each.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, BinaryIO, NamedTuple
 
@@ -13,6 +14,7 @@ from modelquirks.planner import dtypes
 from modelquirks.planner.checkpoint import pickle_machine
 from modelquirks.planner.checkpoint.pickle_machine import Global, PickleProblem
 from modelquirks.planner.checkpoint.pickle_names import STORAGE_MODULES, STORAGES
+from modelquirks.planner.checkpoint.pickle_size import check_size
 
 __all__ = ["StorageRecord", "TensorRecord", "TorchPickle", "load"]
 
@@ -70,7 +72,7 @@ def load(file: BinaryIO, known: Mapping[str, Any] | None = None) -> TorchPickle:
     storages: dict[str, StorageRecord] = {}
 
     def persistent(identifier: Any) -> Any:
-        if known is not None and str(identifier) in known:
+        if known is not None and isinstance(identifier, str | int) and str(identifier) in known:
             return known[str(identifier)]
         storage = _storage(identifier)
         if storages.setdefault(storage.key, storage).nbytes != storage.nbytes:
@@ -78,6 +80,7 @@ def load(file: BinaryIO, known: Mapping[str, Any] | None = None) -> TorchPickle:
         return storage
 
     value, names = pickle_machine.load(file, rebuild=_REBUILD, persistent=persistent)
+    check_size(value)
     return TorchPickle(value, names, storages)
 
 
@@ -139,6 +142,8 @@ def _checked(tensor: TensorRecord) -> TensorRecord:
         raise ValueError(f"more than {_MAX_DIMS} dimensions, as torch allows them")
     if len(tensor.shape) != len(tensor.stride) or not all(map(_whole, numbers)):
         raise ValueError("shape, stride and offset must be whole numbers from 0")
+    if math.prod(tensor.shape) >= 1 << 63:  # by a stride of 0 that takes no storage
+        raise ValueError("more elements than torch can count")
     return tensor
 
 
@@ -151,6 +156,12 @@ def _from_type(function: Any, _type: Any, args: Any, _state: Any) -> Any:
     if not isinstance(function, Global) or function not in _REBUILD:
         raise ValueError("not a known tensor")
     return _REBUILD[function](*args)
+
+
+def _size(lengths: Any = ()) -> tuple[Any, ...]:
+    if not isinstance(lengths, list | tuple):
+        raise ValueError("no lengths")
+    return tuple(lengths)
 
 
 def _dict(items: Any = ()) -> dict[Any, Any]:
@@ -172,7 +183,7 @@ _REBUILD: Mapping[tuple[str, str], Callable[..., Any]] = {
     ("torch._utils", "_rebuild_parameter"): _parameter,
     ("torch._utils", "_rebuild_parameter_with_state"): _parameter,
     ("torch._tensor", "_rebuild_from_type_v2"): _from_type,
-    ("torch", "Size"): tuple,
+    ("torch", "Size"): _size,
     ("collections", "OrderedDict"): _dict,
     ("collections", "Counter"): _empty,
     ("collections", "defaultdict"): _empty,

@@ -32,7 +32,9 @@ from modelquirks.planner.finding import Finding, shown
 __all__ = ["read_content", "read_item", "read_torch", "written_as"]
 
 _ZIP_ERRORS = (zipfile.BadZipFile, struct.error, ValueError, NotImplementedError)
-_LOCAL = struct.Struct("<4s22xHH")  # signature, …, length of the name, length of the extra field
+_LOCAL = struct.Struct("<4s4xH8xIIHH")
+"""Signature, …, compression, …, both sizes, length of the name, length of the extra field."""
+_PLAIN = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
 _FORMATS = {
     "pickle": "is a pickle, but no file of torch.save",
     "safetensors": "is a safetensors file; give it that name",
@@ -166,6 +168,25 @@ class _Window(io.RawIOBase):
         return len(content)
 
 
+class _Careful:
+    """A file of which no more is read at once than a directory of a million records takes.
+
+    A zip file says itself how long its directory is, and a file of zeros costs nothing.
+    """
+
+    def __init__(self, file: BinaryIO | _Window) -> None:
+        self._file = file
+        self.seek, self.tell, self.seekable = file.seek, file.tell, file.seekable
+
+    def read(self, size: int = -1) -> bytes:
+        if size > MAX_BYTES:
+            raise _Refused("zip-invalid", f"is a zip file with a directory of {size:,} bytes")
+        content = self._file.read(size if size >= 0 else MAX_BYTES + 1) or b""
+        if len(content) > MAX_BYTES:
+            raise _Refused("zip-invalid", f"is a zip file with more than {MAX_BYTES:,} at its end")
+        return content
+
+
 def _unread(shard: str, seen: Look, finding: Finding) -> TorchContent:
     header = unread(shard, seen, finding)
     return TorchContent(header.shard, None, findings=header.findings)
@@ -177,7 +198,7 @@ def _read_zip(path: FilePath, *, shard: str, seen: Look) -> TorchContent:
         pickled = _content(archive, "data.pkl")
         saved = load(io.BytesIO(pickled))
         file.seek(archive.reader.start_dir)
-        digest = hashlib.sha256(file.read())
+        digest = hashlib.sha256(_Careful(file).read())
         digest.update(pickled)
         begins, faults = _begins(archive, saved.storages.values())
     stored = Shard(shard, seen.size_bytes, seen.mtime_ns, digest.hexdigest())
@@ -185,8 +206,11 @@ def _read_zip(path: FilePath, *, shard: str, seen: Look) -> TorchContent:
 
 
 def _opened(file: BinaryIO | _Window) -> _Archive:
+    careful: Any = _Careful(file)  # ZipFile needs no more of a file than it has
     try:
-        archive = zipfile.ZipFile(file)
+        archive = zipfile.ZipFile(careful)
+    except _Refused:
+        raise
     except (*_ZIP_ERRORS, OSError) as error:
         raise _Refused(
             "zip-truncated",
@@ -214,6 +238,8 @@ def _opened(file: BinaryIO | _Window) -> _Archive:
 
 def _content(archive: _Archive, name: str) -> bytes:
     """Return the bytes of a small record."""
+    if archive.records[name].compress_type not in _PLAIN:  # others ask for memory before any byte
+        raise _Refused("zip-invalid", f"has a record {name!r} that is packed in an unusual way")
     try:
         with archive.reader.open(archive.records[name]) as record:
             content = record.read(MAX_BYTES + 1)
@@ -233,8 +259,12 @@ def _begins(
     """
     storages = [*storages]
     records = [archive.records.get(f"data/{storage.key}") for storage in storages]
-    starts = [record.header_offset for record in records if record is not None]
-    announce_ranges(archive.file, [(start, start + _LOCAL.size) for start in starts])
+    heads = [
+        (r.header_offset, r.header_offset + _LOCAL.size + len(_name(r)))
+        for r in records
+        if r is not None
+    ]
+    announce_ranges(archive.file, heads)
     begins: dict[str, int] = {}
     faults: dict[str, list[tuple[str, str]]] = {}
     for storage in storages:
@@ -242,7 +272,31 @@ def _begins(
             begins[storage.key] = _begin(archive, storage)
         except _Refused as refused:
             faults.setdefault(refused.code, []).append((storage.key, str(refused)))
+    for key, other in _overlapping(begins, storages):
+        begins.pop(key, None)
+        begins.pop(other, None)
+        faults.setdefault("record-overlap", []).append((key, f"in that of 'data/{other}'"))
     return begins, faults
+
+
+def _overlapping(
+    begins: Mapping[str, int], storages: Iterable[StorageRecord]
+) -> list[tuple[str, str]]:
+    """Return the storages that begin before the end of another one, and that one."""
+    spans = sorted((begins[s.key], s.nbytes, s.key) for s in storages if s.key in begins)
+    found: list[tuple[str, str]] = []
+    end, last = 0, ""
+    for begin, n_bytes, key in spans:
+        if begin < end and n_bytes:
+            found.append((key, last))
+        if begin + n_bytes > end:
+            end, last = begin + n_bytes, key
+    return found
+
+
+def _name(record: zipfile.ZipInfo) -> bytes:
+    """Return the name of a record as the directory has it."""
+    return record.orig_filename.encode("utf-8" if record.flag_bits & 0x800 else "cp437")
 
 
 def _begin(archive: _Archive, storage: StorageRecord) -> int:
@@ -256,9 +310,14 @@ def _begin(archive: _Archive, storage: StorageRecord) -> int:
         text = f"{record.file_size:,} bytes, its storage needs {storage.nbytes:,}"
         raise _Refused("record-size", text)
     archive.file.seek(record.header_offset)
-    head = archive.file.read(_LOCAL.size)
-    signature, name_bytes, extra_bytes = _LOCAL.unpack(head.ljust(_LOCAL.size, b"\0"))
+    wanted = _name(record)
+    head = (archive.file.read(_LOCAL.size + len(wanted)) or b"").ljust(_LOCAL.size, b"\0")
+    signature, packing, packed, whole, name_bytes, extra_bytes = _LOCAL.unpack_from(head)
     begin: int = record.header_offset + _LOCAL.size + name_bytes + extra_bytes
     if signature != b"PK\x03\x04" or begin + record.file_size > archive.reader.start_dir:
         raise _Refused("record-misplaced", "not where the directory says, or cut off")
+    sizes = {packed, whole} - {0, 0xFFFFFFFF}  # told behind the record, or in the extra field
+    same = name_bytes == len(wanted) and head[_LOCAL.size :] == wanted
+    if not same or packing != zipfile.ZIP_STORED or sizes - {record.file_size}:
+        raise _Refused("record-differs", "its own head says something else than the directory")
     return begin

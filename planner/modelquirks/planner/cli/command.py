@@ -7,9 +7,11 @@ argparse costs, and looking into a checkpoint never imports torch.
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from enum import IntEnum
 from importlib import import_module
 from typing import Any, NamedTuple, Protocol, cast
@@ -112,7 +114,15 @@ def _failed(error: Exception) -> Exit:
         import traceback
 
         traceback.print_exception(error)
-    if isinstance(error, OSError) and error.filename is not None:
+    if trouble := _output_trouble(error):
+        note("error", f"standard output cannot be written: {trouble}")
+    elif isinstance(error, MemoryError):
+        note(
+            "error",
+            "there was not enough memory. Give --load-memory (of export: --memory) less, or close "
+            "what else takes it",
+        )
+    elif isinstance(error, OSError) and error.filename is not None:
         note("error", f"{error.filename!r}: {error.strerror}")
     elif type(error).__module__.startswith("modelquirks."):
         note("error", str(error))
@@ -120,6 +130,30 @@ def _failed(error: Exception) -> Exit:
         note("error", f"{type(error).__name__}: {error}")
         note("hint", f"set {DEBUG}=1 to see where")
     return Exit.BAD_CALL
+
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+
+
+def _output_trouble(error: Exception) -> str:
+    """Return why nothing more can be written to standard output, if so, and let the rest go.
+
+    What writes to files names them.
+    """
+    failed = None
+    if isinstance(error, OSError) and error.filename is None and error.errno in _FULL:
+        failed = error
+    try:
+        sys.stdout.flush()
+    except OSError as again:
+        failed = again
+    except ValueError:  # it is closed
+        return ""
+    if failed is None:
+        return ""
+    with suppress(OSError):  # or the interpreter tries again at its end, with words of its own
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return failed.strerror or str(failed)
 
 
 def _sentence(text: str) -> str:

@@ -20,6 +20,7 @@ from modelquirks.planner.infer.quirkfile import quirk_text, text_of_test
 from modelquirks.planner.infer.sides import Side, side_of, types_of
 from modelquirks.planner.mapping.conversions import rule_text
 from modelquirks.planner.wording import counted, summary
+from modelquirks.planner.writing import write_whole
 from modelquirks.quirks.record import Alias
 
 if TYPE_CHECKING:
@@ -140,7 +141,7 @@ def _check_output(path: Path) -> None:
     if path.suffix != ".py" or not path.stem.isidentifier():
         raise CallError(f"{str(path)!r} must be the name of a Python module, as quirk_acme.py")
     for each in (path, _test_path(path)):
-        if each.exists():
+        if each.exists() or each.is_symlink():
             raise CallError(f"{str(each)!r} is there already; name another file with -o")
 
 
@@ -153,8 +154,7 @@ def _write(path: Path, found: Inference, manifest: Manifest) -> None:
     if not found.rules:
         note("warning", f"there is no rule to write, so {str(path)!r} was not written")
         return
-    path.write_text(quirk_text(found, manifest.config, path.stem), encoding="utf-8")
-    test = text_of_test(found, manifest.config, path.stem, path.stem)
-    _test_path(path).write_text(test, encoding="utf-8")
+    write_whole(path, quirk_text(found, manifest.config, path.stem))
+    write_whole(_test_path(path), text_of_test(found, manifest.config, path.stem, path.stem))
     note("hint", f"{str(path)!r} and {_test_path(path).name!r} are written: check what is likely, "
          "run the test, and install it as a plugin (docs/infer.md)")  # fmt: skip

@@ -42,6 +42,13 @@ def add_offload(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> No
         help="keep so much of the offloaded experts on the device that computes, for example "
         "4GiB; without it, a quarter of what is free there",
     )
+    parser.add_argument(
+        "--ahead",
+        metavar="SIZE",
+        type=checked(parse_size),
+        help="compute at most so much of the offloaded weights in CPU memory before a forward pass "
+        "comes to them; without it, what the plan leaves unused there, 1GiB at most; 0: nothing",
+    )
 
 
 def offload_options(args: argparse.Namespace) -> dict[str, Any]:
@@ -57,5 +64,5 @@ def offload_options(args: argparse.Namespace) -> dict[str, Any]:
     if args.no_expert_offload and args.expert_cache is not None:
         raise CallError("--expert-cache is for experts one by one: leave --no-expert-offload out")
     options = {"offload_folder": args.offload_folder, "materialize": args.materialize}
-    options |= {"expert_cache": args.expert_cache}
+    options |= {"expert_cache": args.expert_cache, "ahead_bytes": args.ahead}
     return options | ({"expert_offload": False} if args.no_expert_offload else {})

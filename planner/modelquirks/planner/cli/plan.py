@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -38,6 +39,9 @@ __all__ = ["add_arguments", "add_naming", "naming_options", "planned", "run"]
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     parser.add_argument("checkpoint", metavar="CHECKPOINT", help=CHECKPOINT_HELP)
+    parser.add_argument(
+        "--schema", action=_Schema, help="print the JSON Schema of saved plans and exit"
+    )
     parser.add_argument("--dry-run", action="store_true", help="only plan: no weight is read")
     parser.add_argument("--json", action="store_true", help="write JSON instead of tables")
     parser.add_argument("--all", action="store_true", help="list everything, however long")
@@ -52,6 +56,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_loading(parser)
     add_opening(parser, compares=True)
     add_naming(parser)
+
+
+class _Schema(argparse.Action):
+    """``--schema``, which needs no checkpoint."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, **rest: Any) -> None:
+        super().__init__(option_strings, dest, nargs=0, **rest)
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        from modelquirks.planner.schema.planschema import plan_schema
+
+        sys.stdout.write(plan_schema())
+        parser.exit()
 
 
 def add_naming(parser: argparse.ArgumentParser) -> None:

@@ -14,6 +14,8 @@ from modelquirks.planner.checkpoint.open import open_manifest
 from modelquirks.planner.cli.command import CallError, Exit
 from modelquirks.planner.cli.terminal import progress
 from modelquirks.planner.finding import shown
+from modelquirks.planner.wording import clean
+from modelquirks.planner.writing import write_whole
 from modelquirks.quirks.family import Family, group
 
 if TYPE_CHECKING:
@@ -75,13 +77,13 @@ def run(args: argparse.Namespace, registry: Registry) -> Exit:
             f"the name {name!r} is taken by {shown(dict.fromkeys(takers))}: choose another"
         )
     folder = args.into / f"modelquirks-{name.replace('_', '-')}"
-    if folder.exists():
-        raise CallError(f"'{folder}' is there already: name another folder with --into")
+    if folder.exists() or folder.is_symlink():
+        raise CallError(f"{str(folder)!r} is there already: name another folder with --into")
     listing = None if args.source is None else _listing(args.source, registry)
     for place, text in files_of(name, listing).items():
         path = folder / place
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
+        write_whole(path, text)
     print(_next_steps(folder, name, args.source))
     return Exit.USABLE
 
@@ -128,12 +130,12 @@ def _words(name: str, listing: Listing | None) -> Mapping[str, str]:
                 )
             ),
             "imports": "Alias, Match, ModelQuirks, hookimpl",
-            "stored": "body.1.weight",
-            "model": "layers.1.weight",
+            "stored": _quoted("body.1.weight"),
+            "model": _quoted("layers.1.weight"),
             "ask": "",
         }
     families = list(group(listing.tensors).values())
-    first = families[0].names[0] if families else ""
+    first = _quoted(families[0].names[0] if families else "")
     return {
         **words,
         "match": _match(listing.config, families),
@@ -158,7 +160,9 @@ def _match(config: Mapping[str, Any], families: list[Family]) -> str:
 
 
 def _quoted(text: str) -> str:
-    return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
+    """Return *text*, which anybody may have made, as source: nothing of it ends the string."""
+    escaped = text.replace("\\", "\\\\").replace('"', '\\"')
+    return f'"{clean(escaped)}"'
 
 
 def _listing(source: str, registry: Registry) -> Listing:

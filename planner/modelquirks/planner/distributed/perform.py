@@ -18,6 +18,7 @@ from modelquirks.planner.distributed.shard import resharded, take_notice
 from modelquirks.planner.distributed.shell import Shell
 from modelquirks.planner.execution.execute import ExecutionReport, execute
 from modelquirks.planner.execution.loaditem import ExecutionError, LoadItem
+from modelquirks.planner.execution.openfile import known_of
 from modelquirks.planner.execution.perform import computed, items_of, same_model, unchanged
 from modelquirks.planner.execution.preflight import left_behind, unfilled
 from modelquirks.planner.execution.slots import find_slots
@@ -146,6 +147,7 @@ class _Job:
             root=ready.manifest.root,
             tensors=ready.manifest.readable,
             schemes=ready.registry.schemes,
+            known=known_of(ready.manifest.shards),
             **options,
         )
         if torn := list(self._shell.torn()):

@@ -37,6 +37,7 @@ from modelquirks.planner.distributed.shard import local_part
 from modelquirks.planner.dtypes import to_torch
 from modelquirks.planner.execution.evaluate import torch_shape
 from modelquirks.planner.execution.loaditem import LoadItem
+from modelquirks.planner.execution.openfile import known_of
 from modelquirks.planner.execution.perform import unchanged
 from modelquirks.planner.execution.reader import Reader, Region
 from modelquirks.planner.execution.stream import planned_items
@@ -64,7 +65,7 @@ class PlanReader(StorageReader):
         manifest = unchanged(plan)
         self._plan, self._prefix = plan, prefix
         self._schemes = (plan.registry or Registry.load()).schemes
-        self._reader = Reader(manifest.root, manifest.readable)
+        self._reader = Reader(manifest.root, manifest.readable, known=known_of(manifest.shards))
         self._items = {
             prefix + name: item
             for item in planned_items(plan, self._reader, self._schemes)

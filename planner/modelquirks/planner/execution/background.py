@@ -13,6 +13,8 @@ import queue
 import threading
 from collections.abc import Callable
 
+from modelquirks.planner.execution.helper import Helper
+
 __all__ = ["in_background"]
 
 _LINGER = 1.0
@@ -26,22 +28,23 @@ class _Worker:
 
     def __init__(self) -> None:
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
+        self._thread: Helper | None = None
         self._guard = threading.Lock()
         self._closed = False
 
     def submit(self, job: _Job) -> bool:
-        """Have the thread do *job*; False if the interpreter is ending."""
+        """Have the thread do *job*; False if the interpreter is ending, or there is no thread."""
         with self._guard:
             if self._closed:
                 return False
             self._jobs.put(job)
             if self._thread is None:
                 # A daemon, because the interpreter joins others before it calls `close`.
-                self._thread = threading.Thread(
-                    target=self._run, name="modelquirks-ahead", daemon=True
-                )
-                self._thread.start()
+                self._thread = Helper(target=self._run, name="modelquirks-ahead", daemon=True)
+                if not self._thread.begin():  # nothing is made ahead then
+                    self._thread = None
+                    self._jobs = queue.SimpleQueue()
+                    return False
             return True
 
     def close(self) -> None:

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 
 from modelquirks.planner.dtypes import from_torch, is_cast, to_torch
+from modelquirks.planner.execution.nomemory import said
 from modelquirks.planner.execution.reader import Region
 from modelquirks.planner.execution.reshaping import runs
 from modelquirks.quirks.nodetypes import infer, settings_of
@@ -112,7 +113,7 @@ def evaluate(
         maker.fill_all(out, node, env, region, kind.dtype)
         return out
     except Exception as error:  # schemes are anybody's
-        raise EvaluationError(f"{_described(node, env)}: {error}") from error
+        raise EvaluationError(f"{_described(node, env)}: {said(error)}") from error
 
 
 class Known(NamedTuple):

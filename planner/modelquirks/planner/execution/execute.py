@@ -20,7 +20,7 @@ from modelquirks.planner.dtypes import to_torch
 from modelquirks.planner.execution.ahead import AHEAD_BYTES
 from modelquirks.planner.execution.copies import equal, settle
 from modelquirks.planner.execution.dispatching import DispatchOptions, hand_over, loose_modules
-from modelquirks.planner.execution.evaluate import torch_shape
+from modelquirks.planner.execution.evaluate import EvaluationError, torch_shape
 from modelquirks.planner.execution.executionreport import Clock, ExecutionReport, peak_memory
 from modelquirks.planner.execution.expert_forward import index_experts
 from modelquirks.planner.execution.experts import ExpertOffload, ExpertOptions
@@ -28,6 +28,7 @@ from modelquirks.planner.execution.loading import load
 from modelquirks.planner.execution.loaditem import ExecutionError, LoadItem
 from modelquirks.planner.execution.loadoptions import LoadOptions
 from modelquirks.planner.execution.materialize import Materialized, materialize
+from modelquirks.planner.execution.openfile import Known
 from modelquirks.planner.execution.passing import PassingReader
 from modelquirks.planner.execution.preflight import (
     faults,
@@ -41,7 +42,7 @@ from modelquirks.planner.execution.preflight import (
     unfilled,
     waived,
 )
-from modelquirks.planner.execution.reader import Reader, Region
+from modelquirks.planner.execution.reader import Reader, ReadError, Region
 from modelquirks.planner.execution.route import Route, make_route
 from modelquirks.planner.execution.slots import find_slots
 from modelquirks.planner.execution.snapshot import Snapshot
@@ -82,6 +83,7 @@ def execute(
     expert_cache: int | str | None = None,
     room: int | None = None,
     seal: Seal | None = None,
+    known: Known | None = None,
 ) -> ExecutionReport:
     """Load *items* from the checkpoint at *root* into *model* and dispatch it with accelerate.
 
@@ -93,6 +95,8 @@ def execute(
     is dispatched; ``dispatch=False`` places them by their own device only. The other arguments
     are those of ``accelerate.dispatch_model``. *loading* says how tensors are made and verified,
     and with *seal* the files must be at the end what they were when that was made.
+    *known* is what the files were when their headers were read: one that is replaced or written to
+    while others are read is refused, as the weights would be of two checkpoints.
 
     At most *ahead_bytes* of computed weights are made in the background before a forward pass
     comes to them; with 0 nothing is done ahead. With *expert_offload* stacked experts that are
@@ -116,6 +120,7 @@ def execute(
         schemes=schemes,
         options=options,
         loading=loading,
+        known=known,
     )
     job.check(device_map, main_device, dispatch=dispatch)
     job.settle(compare)
@@ -173,6 +178,7 @@ class _Job:
         schemes: Mapping[str, Scheme],
         options: DispatchOptions,
         loading: LoadOptions | None = None,
+        known: Known | None = None,
     ) -> None:
         self.model, self.schemes, self.options = model, schemes, options
         self.loading = loading or LoadOptions()
@@ -182,9 +188,11 @@ class _Job:
         used = (name for item in self.items for name in needs(item))
         self.located = {name: tensors[name] for name in used if name in tensors}
         self.root = root
-        self.reader = Reader(root, self.located)
+        self.known: Known = {} if known is None else known
+        copies = self.loading.copy
+        self.reader = Reader(root, self.located, known=self.known, copies=copies)
         # Another one for what is read once: it lets go of the pages, which a view must not lose.
-        self.passing = PassingReader(root, self.located)
+        self.passing = PassingReader(root, self.located, known=self.known, copies=copies)
         self.notes: list[Finding] = []
 
     def check(
@@ -396,24 +404,28 @@ class _Job:
 
     def verify(self, seal: Seal | None = None) -> Verification:
         """Compare with the files, mapped anew; raise if anything differs or *seal* is broken."""
-        fresh = PassingReader(self.root, self.located)
-        result = verify(
-            self.model,
-            self.items,
-            read=fresh.read,
-            types=fresh.type_of,
-            schemes=self.schemes,
-            tensors=self.located,
-            sample_bytes=self.loading.sample_bytes,
-            options=self.loading,
-            release=fresh.release,
-        )
+        copies = self.loading.copy
+        fresh = PassingReader(self.root, self.located, known=self.known, copies=copies)
+        try:
+            result = verify(
+                self.model,
+                self.items,
+                read=fresh.read,
+                types=fresh.type_of,
+                schemes=self.schemes,
+                tensors=self.located,
+                sample_bytes=self.loading.sample_bytes,
+                options=self.loading,
+                release=fresh.release,
+            )
+        except (EvaluationError, ReadError) as error:
+            raise ExecutionError(f"what was loaded cannot be verified: {error}") from error
         if seal is not None:
             result = replace(result, problems=(*seal.broken(), *result.problems))
         if not result.ok:
             told = "verification failed: " + "; ".join(result.problems[:10])
             if self.computed is not None and self.computed.readers:
-                told += f". If that is so without materialize, delete '{self.computed.folder}'"
+                told += f". If that is so without materialize, delete {str(self.computed.folder)!r}"
             raise ExecutionError(told)
         return result
 

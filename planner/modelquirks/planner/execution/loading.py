@@ -19,16 +19,17 @@ from modelquirks.planner.dtypes import nbytes, to_torch
 from modelquirks.planner.execution.evaluate import elements, torch_shape
 from modelquirks.planner.execution.loaditem import ExecutionError, LoadItem
 from modelquirks.planner.execution.loadoptions import LoadOptions
+from modelquirks.planner.execution.nomemory import NO_MEMORY, with_memory
 from modelquirks.planner.execution.pages import fresh, prepare
 from modelquirks.planner.execution.pool import available_cpus, run
 from modelquirks.planner.execution.preflight import needs
 from modelquirks.planner.execution.reader import Region
 from modelquirks.planner.execution.rowmajor import row_major
 from modelquirks.planner.execution.upload import Upload
-from modelquirks.planner.placement.memory import Device
+from modelquirks.planner.placement.memory import Device, show_bytes
 from modelquirks.quirks.recipe import Cast, Dequantize, Merge, Reshape, Stack
 
-__all__ = ["Loaded", "Piece", "Write", "in_order", "load", "pieces", "work_bytes"]
+__all__ = ["MORE_MEMORY", "Loaded", "Piece", "Write", "in_order", "load", "pieces", "work_bytes"]
 
 Write = Callable[[LoadItem, Region, torch.Tensor], object]
 """Writes a region of an item, as it is in memory, to a tensor on the CPU."""
@@ -39,6 +40,11 @@ at about the same moment."""
 
 _PREPARED = 1 << 16
 """Bytes of a piece whose memory is asked for at once."""
+
+MORE_MEMORY = (
+    "plan with less max_memory for the CPU, so that more stays on disk, or give less --load-memory"
+)
+"""What to do where there is too little."""
 
 _UNPACKING = 24
 """Bytes that schemes may take for a value while they compute, an upper estimate: the parts spread
@@ -163,7 +169,9 @@ class _Uploads:
 def _empty(item: LoadItem, device: Device | torch.device) -> torch.Tensor:
     shape, dtype = torch_shape(item.dtype, item.shape), to_torch(item.dtype)
     if str(device) == "cpu":
-        return fresh(shape, dtype)
+        text = f"{item}: {NO_MEMORY} ({show_bytes(item.nbytes)}); {MORE_MEMORY}"
+        with with_memory(ExecutionError, text):
+            return fresh(shape, dtype)
     try:
         with torch.inference_mode(False):
             return torch.empty(shape, dtype=dtype, device=device)

@@ -77,7 +77,12 @@ def materialize(
         folder=store.path,
         readers=dict.fromkeys(tensors, Reader(store.path, tensors)),
         bytes_written=n_written,
-        notes=(*_damage(store, before), *_stale(store), _outcome(store, len(made), n_written)),
+        notes=(
+            *_cleared(store),
+            *_damage(store, before),
+            *_stale(store),
+            _outcome(store, len(made), n_written),
+        ),
     )
 
 
@@ -90,7 +95,7 @@ def forecast(items: Iterable[LoadItem], target: Target, *, types: Types) -> Find
         free = store.free_bytes()
     needed = sum(item.nbytes for item in lacking.values())
     text = (
-        f"materializing writes {needed:,} bytes ({show_bytes(needed)}) to '{store.path}': "
+        f"materializing writes {needed:,} bytes ({show_bytes(needed)}) to {str(store.path)!r}: "
         f"{len(lacking)} of the {len(made)} tensors that stay on disk and must be computed"
     )
     if needed > free:
@@ -122,8 +127,9 @@ def _check_space(store: OffloadStore, made: Mapping[str, LoadItem]) -> None:
     free = store.free_bytes()
     if needed > free:
         raise ExecutionError(
-            f"materializing needs {needed:,} bytes ({show_bytes(needed)}) in '{store.folder}', "
-            f"where {free:,} ({show_bytes(free)}) are free: nothing was written. {_WAY_OUT}"
+            f"materializing needs {needed:,} bytes ({show_bytes(needed)}) in "
+            f"{str(store.folder)!r}, where {free:,} ({show_bytes(free)}) are free: nothing was "
+            f"written. {_WAY_OUT}"
         )
 
 
@@ -137,7 +143,7 @@ def _told(target: Target) -> Generator[None]:
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             free = f" with {show_bytes(target.store().free_bytes())} free"
         raise ExecutionError(
-            f"offload folder '{target.folder}': {error.strerror or error}{free}. "
+            f"offload folder {str(target.folder)!r}: {error.strerror or error}{free}. "
             f"Nothing new was left there. {_WAY_OUT}"
         ) from error
 
@@ -173,8 +179,14 @@ def _is_made(item: LoadItem, types: Types) -> bool:
 
 def _damage(store: OffloadStore, contents: Contents) -> Iterator[Finding]:
     for name, fault in contents.faults.items():
-        text = f"'{store.path / name}' {fault}: it is not used, what is needed was made anew"
+        text = f"{str(store.path / name)!r} {fault}: it is not used, what is needed was made anew"
         yield Finding("materialized-damaged", "warning", text)
+
+
+def _cleared(store: OffloadStore) -> Iterator[Finding]:
+    for name in store.cleared:
+        text = f"'{store.path / name}', which a process left that died, was removed"
+        yield Finding("materialized-cleared", "info", text)
 
 
 def _stale(store: OffloadStore) -> Iterator[Finding]:
@@ -182,8 +194,8 @@ def _stale(store: OffloadStore) -> Iterator[Finding]:
         yield Finding(
             "materialized-stale",
             "warning",
-            f"'{store.folder / name}' ({show_bytes(size)}) holds weights of the checkpoint as it "
-            "was before, or of another format: it is not used, and can be deleted",
+            f"{str(store.folder / name)!r} ({show_bytes(size)}) holds weights of the checkpoint "
+            "as it was before, or of another format: it is not used, and can be deleted",
         )
 
 
@@ -191,7 +203,7 @@ def _outcome(store: OffloadStore, n_made: int, n_written: int) -> Finding:
     if not n_made:
         text = "no tensor on disk must be computed: there is nothing to materialize"
     elif n_written:
-        text = f"{show_bytes(n_written)} of computed weights were written to '{store.path}'"
+        text = f"{show_bytes(n_written)} of computed weights were written to {str(store.path)!r}"
     else:
-        text = f"{n_made} computed tensors are read from '{store.path}', where they were"
+        text = f"{n_made} computed tensors are read from {str(store.path)!r}, where they were"
     return Finding("materialized", "info", text)

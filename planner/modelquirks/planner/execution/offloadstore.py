@@ -7,6 +7,7 @@ manifest is written after the file. Whoever has write access to the folder is tr
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import re
@@ -70,6 +71,8 @@ class OffloadStore:
         self.path = folder / f"modelquirks-{fingerprint[:16]}"
         self._fingerprint, self._checkpoint = fingerprint, checkpoint
         self._written: list[str] = []
+        self.cleared: tuple[str, ...] = ()
+        """Unfinished files of dead processes that :meth:`filling` removed."""
 
     def contents(self) -> Contents:
         """Return what is there, by manifest and headers; makes and changes nothing."""
@@ -110,6 +113,7 @@ class OffloadStore:
             if alone:
                 for path in self._useless():
                     path.unlink(missing_ok=True)
+                    self.cleared += (path.name,) if path.suffix == ".part" else ()
             self._written.clear()
             try:
                 yield
@@ -130,7 +134,11 @@ class OffloadStore:
         status = write_whole(self.path / name, chain([head], data))
         record = _Record(name, status.st_size, status.st_mtime_ns, digest)
         self._record([r for r in self._records()[0] if r.name != name] + [record])
-        return by_key(read_header(self.path / name, shard=name)), status.st_size
+        header = read_header(self.path / name, shard=name)
+        if header.shard.digest != digest:
+            text = f"{name!r}, just written, is not read back as it was written"
+            raise OSError(errno.EIO, text, str(self.path / name))
+        return by_key(header), status.st_size
 
     def _records(self) -> tuple[list[_Record], dict[str, str]]:
         """Return what the manifest says, and what is wrong with it."""
@@ -176,6 +184,9 @@ class OffloadStore:
         if status.st_mtime_ns != record.mtime_ns:
             return "was written to after it was made"
         header = read_header(path, shard=record.name)
+        if any(finding.code == "file-unreadable" for finding in header.findings):
+            # Not its fault, perhaps: as too many open files. Nobody should remove it for that.
+            raise OSError(errno.EIO, header.findings[0].message, str(path))
         if header.shard.digest != record.digest:
             return "has another header than it was given"
         return by_key(header)

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from modelquirks.planner.checkpoint.manifest import StoredTensor
+from modelquirks.planner.execution.openfile import Known
 from modelquirks.planner.execution.pages import let_go, read_in
 from modelquirks.planner.execution.reader import Reader, ReadError, Region, typed
 
@@ -31,9 +32,16 @@ class PassingReader(Reader):
     several threads.
     """
 
-    def __init__(self, root: Path, tensors: Mapping[str, StoredTensor]) -> None:
-        """Read from the files below *root* the tensors that *tensors* locates."""
-        super().__init__(root, tensors)
+    def __init__(
+        self,
+        root: Path,
+        tensors: Mapping[str, StoredTensor],
+        *,
+        known: Known | None = None,
+        copies: bool = False,
+    ) -> None:
+        """As for :class:`Reader`; with *copies* there is nothing to let go of."""
+        super().__init__(root, tensors, known=known, copies=copies)
         self._views = threading.local()
         self._n_small = 0
 
@@ -44,6 +52,8 @@ class PassingReader(Reader):
         out shorter than it was.
         """
         tensor, form = self._located(name, region)
+        if self._copies:
+            return tensor
         if tensor.nbytes >= _SMALL:
             self._read_in(name, tensor)
         else:
@@ -72,6 +82,6 @@ class PassingReader(Reader):
         except OSError as error:
             shard = self._stored(name).shard
             raise ReadError(
-                f"tensor {name!r}: '{shard}' cannot be read to the end: "
+                f"tensor {name!r}: {shard!r} cannot be read to the end: "
                 f"{os.strerror(error.errno or 0)}; was it truncated?"
             ) from error

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Generator, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -17,10 +17,14 @@ from modelquirks.planner.checkpoint.manifest import Manifest
 from modelquirks.planner.checkpoint.open import CheckpointError
 from modelquirks.planner.digest.digest import Digest
 from modelquirks.planner.digest.planned import sealed
+from modelquirks.planner.execution.ahead import AHEAD_BYTES
 from modelquirks.planner.execution.execute import ExecutionReport, execute
-from modelquirks.planner.execution.loaditem import LoadItem
+from modelquirks.planner.execution.loading import MORE_MEMORY
+from modelquirks.planner.execution.loaditem import ExecutionError, LoadItem
 from modelquirks.planner.execution.loadoptions import LoadOptions, Verify
 from modelquirks.planner.execution.materialize import forecast
+from modelquirks.planner.execution.nomemory import with_memory
+from modelquirks.planner.execution.openfile import known_of
 from modelquirks.planner.execution.progress import Progress
 from modelquirks.planner.execution.reader import Reader
 from modelquirks.planner.execution.slots import find_slots
@@ -31,13 +35,23 @@ from modelquirks.planner.model.from_module import skeleton_of
 from modelquirks.planner.model.skeleton import Skeleton
 from modelquirks.planner.opening import fetch_files, reopened
 from modelquirks.planner.placement.devicemap import expand
+from modelquirks.planner.placement.memory import Device, parse_size
 from modelquirks.planner.plan import Plan, PlanError
 from modelquirks.quirks.registry import Registry
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["computed", "files_needed", "foresee", "items_of", "perform", "same_model", "unchanged"]
+__all__ = [
+    "computed",
+    "enough_memory",
+    "files_needed",
+    "foresee",
+    "items_of",
+    "perform",
+    "same_model",
+    "unchanged",
+]
 
 
 def perform(
@@ -75,6 +89,7 @@ def perform(
     if materialize and offload_folder is None:
         raise ValueError("materialize=True writes weights: say where, with offload_folder")
     options.setdefault("expert_offload", plan.options.expert_offload)
+    options["ahead_bytes"] = _ahead_bytes(plan, options.get("ahead_bytes"))
     if not plan.ok:
         raise PlanError(plan.refusal())
     if plan.model is None:
@@ -105,22 +120,37 @@ def perform(
             offload_buffers=plan.options.offload_buffers,
             dispatch=plan.options.dispatch,
             target=target,
-            room=_room(plan),
+            room=_room(plan, plan.placement.main_device),
             loading=loading,
             seal=seal,
+            known=known_of(manifest.shards),
             **options,
         )
     return replace(report, notes=(*told, *report.notes))
 
 
-def _room(plan: Plan) -> int | None:
-    """Return the bytes that the plan leaves unused on the main device, if it has a limit."""
-    main = plan.placement.main_device
-    memory = None if main is None else plan.placement.memory.get(main)
+def enough_memory(plan: Plan) -> AbstractContextManager[None]:
+    """Return what turns a want of memory into an :class:`ExecutionError` that says what to do."""
+    text = f"there was not enough memory to load {plan.shown!r}: {MORE_MEMORY}"
+    return with_memory(ExecutionError, text)
+
+
+def _room(plan: Plan, device: Device | None) -> int | None:
+    """Return the bytes that the plan leaves unused on *device*, if it has a limit."""
+    memory = None if device is None else plan.placement.memory.get(device)
     if memory is None or memory.capacity_bytes is None:
         return None
-    kept = [r.n_bytes for r in plan.placement.reserves if r.device in ("*", str(main))]
+    kept = [r.n_bytes for r in plan.placement.reserves if r.device in ("*", str(device))]
     return max(0, memory.capacity_bytes - memory.used_bytes - sum(kept))
+
+
+def _ahead_bytes(plan: Plan, asked: int | str | None) -> int:
+    """Return how much may be made ahead: what is asked for, else what the plan leaves unused."""
+    if asked is not None:
+        return parse_size(asked)
+    room = _room(plan, "cpu")
+    # With 0 even the page cache would not be filled ahead, which is nobody's memory.
+    return AHEAD_BYTES if room is None else max(1, min(AHEAD_BYTES, room))
 
 
 def _is_sharded(model: torch.nn.Module) -> bool:
@@ -138,9 +168,9 @@ def computed(plan: Plan, model: torch.nn.Module, registry: Registry) -> Generato
     empty = [name for name in absent if name in slots and slots[name].tensor.is_meta]
     library = registry.library(model, list(slots)) if empty else None
     values = {} if library is None else library[0].computed(empty)
-    for name, value in values.items():
-        slots[name].put(value)
     try:
+        for name, value in values.items():
+            slots[name].put(value)
         yield
     except BaseException:
         for name in values:

@@ -10,6 +10,8 @@ from typing import Generic, TypeVar
 
 import torch
 
+from modelquirks.planner.execution.helper import Helper
+
 __all__ = ["available_cpus", "run"]
 
 _Job = TypeVar("_Job")
@@ -33,14 +35,17 @@ def run(
     pool = _Pool(iter(jobs), work, cost, limit)
     before = torch.get_num_threads()
     threads = [
-        threading.Thread(target=pool.worker, args=(before,), name=f"modelquirks-load-{number}")
+        Helper(target=pool.worker, args=(before,), name=f"modelquirks-load-{number}")
         for number in range(n_threads)
     ]
-    started: list[threading.Thread] = []
+    started: list[Helper] = []
     try:
         for thread in threads:
-            thread.start()
+            if not thread.begin():  # fewer do the work then
+                break
             started.append(thread)
+        if not started:
+            pool.worker(before)
         for thread in started:
             thread.join()
     except BaseException as error:

@@ -1,30 +1,32 @@
 """``Reader``: tensors, or regions of them, from the files of a checkpoint.
 
-Each file is mapped once and stays mapped, privately: what a program writes into a tensor that is
-a view of the file never reaches the file. The mapping reserves no memory, so that a file larger
-than memory and swap can be mapped too; ``mmap.ACCESS_COPY`` alone fails there with ENOMEM under
-Linux' default ``vm.overcommit_memory=0``.
+Views of mapped files, or copies: ``openfile`` says why.
 """
 
 from __future__ import annotations
 
 import math
-import mmap
 import os
-import platform
 import sys
 import threading
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from itertools import groupby
-from pathlib import Path, PurePosixPath
-from stat import S_ISREG
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from modelquirks.planner.checkpoint.manifest import MARK, StoredTensor
+from modelquirks.planner.checkpoint.manifest import StoredTensor
 from modelquirks.planner.dtypes import to_torch
+from modelquirks.planner.execution.openfile import (
+    READING,
+    CopiedFile,
+    Known,
+    MappedFile,
+    ReadError,
+    long_enough,
+)
 from modelquirks.quirks.recipe import Region, TensorType
 
 __all__ = ["ReadError", "Reader", "Region", "Span", "expect", "typed"]
@@ -37,19 +39,8 @@ if hasattr(os, "register_at_fork"):  # a child must not inherit a lock that nobo
         after_in_child=_counting.release,
     )
 
-_GENERIC = frozenset({"x86_64", "i686", "aarch64", "armv7l", "riscv64", "loongarch64", "s390x"})
-"""Machines whose ``MAP_NORESERVE`` is that of asm-generic/mman.h."""
-
-_READ = os.O_RDONLY | getattr(os, "O_BINARY", 0) | getattr(os, "O_NONBLOCK", 0)
-"""Not waiting: a named pipe in place of a file is an error, not a standstill."""
-
-
 _BLOCK_BYTES = 1 << 20
 """Read at a time into the page cache, if the first byte of it is not there."""
-
-
-class ReadError(RuntimeError):
-    """A tensor that its file does not hold as the plan says; names tensor and file."""
 
 
 class Span(NamedTuple):
@@ -73,7 +64,7 @@ def expect(spans: Iterable[Span]) -> None:
     block, page = bytearray(_BLOCK_BYTES), bytearray(1)
     for path, group in groupby(spans, key=lambda span: span.path):
         with suppress(OSError):  # a file that is gone is still mapped, and nothing is lost
-            descriptor = os.open(path, _READ)
+            descriptor = os.open(path, READING)
             try:
                 for _, begin, end in group:
                     for offset in range(begin, end, _BLOCK_BYTES):
@@ -99,25 +90,39 @@ class Reader:
     again when asked. Tensors that are views keep the mapping alive, so there is nothing to close.
     """
 
-    def __init__(self, root: Path, tensors: Mapping[str, StoredTensor]) -> None:
-        """Read from the files below *root* the tensors that *tensors* locates."""
+    def __init__(
+        self,
+        root: Path,
+        tensors: Mapping[str, StoredTensor],
+        *,
+        known: Known | None = None,
+        copies: bool = False,
+    ) -> None:
+        """Read from the files below *root* the tensors that *tensors* locates.
+
+        *known* is what the files have to be, and takes note of those that it does not have; readers
+        may share it. With *copies* nothing is mapped: whoever cuts off a file cannot kill us.
+        """
         self._root = root
         self._tensors = tensors
-        self._files: dict[str, _File] = {}
+        self._known: Known = {} if known is None else known
+        self._copies = copies
+        self._files: dict[str, MappedFile | CopiedFile] = {}
         self._forms: dict[str, _Form] = {}
         self._bytes_read = 0
 
-    def __getstate__(self) -> tuple[Path, dict[str, StoredTensor]]:
-        """Return what another process needs: where to look, not what is mapped."""
-        return self._root, dict(self._tensors)
+    def __getstate__(self) -> tuple[Path, dict[str, StoredTensor], Known, bool]:
+        """Return what another process needs: where to look and for what, not what is mapped."""
+        return self._root, dict(self._tensors), dict(self._known), self._copies
 
-    def __setstate__(self, state: tuple[Path, dict[str, StoredTensor]]) -> None:
+    def __setstate__(self, state: tuple[Path, dict[str, StoredTensor], Known, bool]) -> None:
         """Start afresh; files are mapped when something is read."""
-        self.__init__(*state)  # type: ignore[misc]
+        root, tensors, known, copies = state
+        self.__init__(root, tensors, known=known, copies=copies)  # type: ignore[misc]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Reader:
         """Return a reader of its own for the same files."""
-        return Reader(self._root, self._tensors)
+        return Reader(self._root, self._tensors, known=dict(self._known), copies=self._copies)
 
     @property
     def bytes_read(self) -> int:
@@ -144,14 +149,13 @@ class Reader:
     def is_view(self, name: str) -> bool:
         """Tell whether :meth:`read` gives a view of the mapped file, and no copy."""
         form = self._form(name)
-        return form.nbytes > 0 and not form.must_copy
+        return form.nbytes > 0 and self.is_mapped(name)
 
     def look(self, name: str) -> None:
         """Raise :class:`ReadError` as :meth:`read` would, for a view that was read before."""
         stored = self._stored(name)
-        mapping = self._file(stored)
-        if mapping.size() < len(mapping):
-            raise ReadError(f"tensor {name!r}: '{stored.shard}' was truncated while it was in use")
+        if self._file(stored).is_cut:
+            raise ReadError(f"tensor {name!r}: {stored.shard!r} was truncated while it was in use")
 
     def span(self, name: str) -> Span:
         """Return where the tensor is."""
@@ -166,27 +170,30 @@ class Reader:
     def read(self, name: str, region: Region | None = None) -> torch.Tensor:
         """Return a tensor, or that region of it, on the CPU.
 
-        The result is a view of the mapped file, read when touched. It is a copy if the file does
-        not hold it aligned, and if it is no safetensors file: those are replaced as a whole when
+        The result is a view of the mapped file, read when touched. It is a copy if the reader
+        makes copies, if the file does not hold it aligned, and if it is no safetensors file: those
+        are replaced as a whole when
         they are saved again, while ``torch.save`` truncates its file under the views of it. An
         F4 tensor has two values in each element of its last dimension, which is therefore half
         as long; a region counts values.
 
-        Raises :class:`ReadError` when the file is missing, shorter than it should be, or was
-        written to since it was mapped. That is looked up each time: touching a mapping behind
-        the end of its file kills the process, and new bytes would be wrong weights.
+        Raises :class:`ReadError` when the file is missing, shorter than it should be, replaced
+        before it was opened, or written to since. That is looked up each time: touching a mapping
+        behind the end of its file kills the process, and new bytes would be wrong weights.
         """
         tensor, form = self._located(name, region)
-        return typed(tensor, form) if form.must_copy and tensor.numel() else tensor
+        if self._copies or not form.must_copy or not tensor.numel():
+            return tensor
+        return typed(tensor, form)
 
     def is_mapped(self, name: str) -> bool:
         """Tell whether :meth:`read` gives a view of the file."""
-        return not self._form(name).must_copy
+        return not self._copies and not self._form(name).must_copy
 
     def _located(self, name: str, region: Region | None) -> tuple[torch.Tensor, _Form]:
         """Return the tensor as it lies in the mapped file, and what is to be done with that.
 
-        An unaligned one has a last dimension for the bytes of each element.
+        An unaligned one has a last dimension for the bytes of each element. A copy is as wanted.
         """
         stored, form = self._stored(name), self._form(name)
         bounds: Region = ()
@@ -197,9 +204,13 @@ class Reader:
         if size == 0:
             shape = [stop - start for start, stop in bounds] if bounds else form.shape
             return torch.empty(shape, dtype=form.dtype, device="cpu"), form
-        tensor = _view(self._file(stored), stored, form)
-        for dim, (start, stop) in enumerate(bounds):
-            tensor = tensor.narrow(dim, start, stop - start)
+        file = self._file(stored)
+        if isinstance(file, CopiedFile):
+            tensor = _copied(file, stored, form, bounds)
+        else:
+            tensor = _view(file, stored, form)
+            for dim, (start, stop) in enumerate(bounds):
+                tensor = tensor.narrow(dim, start, stop - start)
         self.count(size)
         return tensor, form
 
@@ -212,79 +223,24 @@ class Reader:
     def _stored(self, name: str) -> StoredTensor:
         stored = self._tensors.get(name)
         if stored is None:
-            raise ReadError(f"tensor {name!r} is not in the checkpoint at '{self._root}'")
+            raise ReadError(f"tensor {name!r} is not in the checkpoint at {str(self._root)!r}")
         return stored
 
-    def _file(self, stored: StoredTensor) -> mmap.mmap:
-        """Return the mapping of the file, made if need be, after a look at the file."""
+    def _file(self, stored: StoredTensor) -> MappedFile | CopiedFile:
+        """Return the file, opened if need be, after a look at it."""
         file = self._files.get(stored.shard)
         if file is None:
-            # Two threads may map one file; the second mapping is then dropped again.
-            file = self._files.setdefault(stored.shard, _mapped(self._root, stored))
-        size = min(len(file.mapping), file.mapping.size())
-        if size < (stored.end or 0):
+            kind = CopiedFile if self._copies else MappedFile
+            # Two threads may open one file; the second is then dropped again.
+            opened = kind.open(self._root, stored, self._known)
+            file = self._files.setdefault(stored.shard, opened)
+        long_enough(stored, file.size)
+        if file.is_rewritten:
             raise ReadError(
-                f"tensor {stored.name!r} should end at byte {stored.end} of '{stored.shard}', "
-                f"but the file has only {size}: it was truncated after the plan was made"
-            )
-        if file.is_rewritten():
-            raise ReadError(
-                f"tensor {stored.name!r}: '{stored.shard}' was written to while it was in use; "
+                f"tensor {stored.name!r}: {stored.shard!r} was written to while it was in use; "
                 "save to another file, or load anew"
             )
-        return file.mapping
-
-
-class _File(NamedTuple):
-    """A mapped file as it was when it was mapped."""
-
-    mapping: mmap.mmap
-    path: str
-    identity: tuple[int, int]
-    mtime_ns: int
-
-    def is_rewritten(self) -> bool:
-        """Tell whether the very file that is mapped was written to.
-
-        One that was deleted or replaced by another is as good as ever: the mapping keeps the old.
-        """
-        try:
-            now = os.stat(self.path)
-        except OSError:
-            return False
-        return (now.st_dev, now.st_ino) == self.identity and now.st_mtime_ns != self.mtime_ns
-
-
-def _mapped(root: Path, stored: StoredTensor) -> _File:
-    relative = PurePosixPath(stored.shard)
-    may_be_elsewhere = stored.name.startswith(MARK)
-    if (relative.is_absolute() and not may_be_elsewhere) or ".." in relative.parts:
-        raise ReadError(f"tensor {stored.name!r}: file '{stored.shard}' is outside of '{root}'")
-    path = str(root / relative)
-    try:
-        descriptor = os.open(path, _READ)
-    except OSError as error:
-        raise ReadError(f"tensor {stored.name!r}: cannot open '{stored.shard}': {error}") from error
-    try:
-        status = os.fstat(descriptor)
-        if not S_ISREG(status.st_mode) or not status.st_size:
-            what = "is empty" if S_ISREG(status.st_mode) else "is not a file"
-            raise ReadError(f"tensor {stored.name!r}: '{stored.shard}' {what}")
-        identity = (status.st_dev, status.st_ino)
-        return _File(_mapping(descriptor), path, identity, status.st_mtime_ns)
-    except OSError as error:
-        raise ReadError(f"tensor {stored.name!r}: cannot map '{stored.shard}': {error}") from error
-    finally:
-        os.close(descriptor)
-
-
-def _mapping(descriptor: int) -> mmap.mmap:
-    if sys.platform == "win32":
-        return mmap.mmap(descriptor, 0, access=mmap.ACCESS_COPY)
-    # The constant is in the mmap module from Python 3.13 on.
-    asm_generic = 0x4000 if sys.platform == "linux" and platform.machine() in _GENERIC else 0
-    flags = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", asm_generic)
-    return mmap.mmap(descriptor, 0, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+        return file
 
 
 class _Form(NamedTuple):
@@ -304,13 +260,13 @@ def _form(stored: StoredTensor) -> _Form:
     """Return the form, checked against the byte range."""
     if stored.dtype is None or stored.shape is None or stored.begin is None or stored.end is None:
         raise ReadError(
-            f"tensor {stored.name!r}: dtype, shape and place in '{stored.shard}' are not known; "
+            f"tensor {stored.name!r}: dtype, shape and place in {stored.shard!r} are not known; "
             "only the index was there when the plan was made"
         )
     try:
         dtype = to_torch(stored.dtype)
     except ValueError as error:
-        raise ReadError(f"tensor {stored.name!r} in '{stored.shard}': {error}") from error
+        raise ReadError(f"tensor {stored.name!r} in {stored.shard!r}: {error}") from error
     shape = stored.shape
     if stored.dtype == "F4":
         if not shape or shape[-1] % 2 or stored.stride is not None:
@@ -325,7 +281,7 @@ def _form(stored: StoredTensor) -> _Form:
     if needed > held or (stored.stride is None and needed != held):
         raise ReadError(
             f"tensor {stored.name!r}: {stored.dtype} {list(stored.shape)} takes {needed} bytes, "
-            f"'{stored.shard}' has {held} for it"
+            f"{stored.shard!r} has {held} for it"
         )
     aligned = stored.begin % dtype.itemsize == 0
     overlaps = any(n > 1 and step == 0 for n, step in zip(shape, strides, strict=True))
@@ -357,16 +313,50 @@ def _bounds(stored: StoredTensor, region: Region) -> Region:
     return (*region[:-1], (start // 2, stop // 2))
 
 
-def _view(mapping: mmap.mmap, stored: StoredTensor, form: _Form) -> torch.Tensor:
+def _view(file: MappedFile, stored: StoredTensor, form: _Form) -> torch.Tensor:
     """Return the tensor as a view; unaligned, as bytes with a last dimension for the element."""
     begin, length = stored.begin or 0, stored.nbytes or 0
     width = form.dtype.itemsize
     if form.aligned:
-        flat = torch.frombuffer(mapping, dtype=form.dtype, count=length // width, offset=begin)
+        flat = file.values(begin, length // width, form.dtype)
         return flat.as_strided(form.shape, form.strides)
-    flat = torch.frombuffer(mapping, dtype=torch.uint8, count=length, offset=begin)
+    flat = file.values(begin, length, torch.uint8)
     steps = (width * step for step in form.strides)
     return flat.as_strided((*form.shape, width), (*steps, 1))
+
+
+def _copied(file: CopiedFile, stored: StoredTensor, form: _Form, bounds: Region) -> torch.Tensor:
+    """Return the region as a copy, reading no more than the rows that it has a part of."""
+    begin, end, width = stored.begin or 0, stored.end or 0, form.dtype.itemsize
+    strided = form.strides != _dense(form.shape)
+    shape, bounds = form.shape, bounds or tuple((0, size) for size in form.shape)
+    rest, outer = bounds, 0
+    if not strided:
+        # Whole rows of the first dimension of which there is more than one.
+        while len(rest) > 1 and rest[0][1] - rest[0][0] == 1:
+            begin += rest[0][0] * form.strides[outer] * width
+            rest, outer = rest[1:], outer + 1
+        step = (form.strides[outer] if rest else 1) * width
+        start, stop = rest[0] if rest else (0, 1)
+        begin, end = begin + start * step, begin + stop * step
+        rest = ((0, stop - start), *rest[1:]) if rest else ()
+        shape = (stop - start, *shape[outer + 1 :]) if rest else ()
+    try:
+        content = file.bytes(begin, end)
+    except OSError as error:
+        raise ReadError(
+            f"tensor {stored.name!r}: {stored.shard!r} cannot be read: {error}"
+        ) from error
+    if content.numel() < end - begin:
+        raise ReadError(
+            f"tensor {stored.name!r}: {stored.shard!r} cannot be read to the end: was it truncated?"
+        )
+    flat = content[: content.numel() // width * width].view(form.dtype)
+    tensor = flat.as_strided(shape, form.strides) if strided else flat.reshape(shape)
+    for dim, (first, last) in enumerate(rest):
+        tensor = tensor.narrow(dim, first, last - first)
+    tensor = tensor.reshape(tuple(last - first for first, last in bounds))
+    return tensor.contiguous()
 
 
 def typed(tensor: torch.Tensor, form: _Form) -> torch.Tensor:

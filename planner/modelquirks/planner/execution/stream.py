@@ -16,8 +16,9 @@ from modelquirks.planner.execution.evaluate import node_type
 from modelquirks.planner.execution.loading import in_order, load
 from modelquirks.planner.execution.loaditem import ExecutionError, LoadItem
 from modelquirks.planner.execution.loadoptions import LoadOptions
+from modelquirks.planner.execution.openfile import known_of
 from modelquirks.planner.execution.passing import PassingReader
-from modelquirks.planner.execution.perform import unchanged
+from modelquirks.planner.execution.perform import enough_memory, unchanged
 from modelquirks.planner.execution.preflight import needs
 from modelquirks.planner.execution.reader import Reader, Region
 from modelquirks.planner.execution.weights import is_view
@@ -62,10 +63,12 @@ class WeightStream:
         self._options = LoadOptions.of(copy=copy, load_memory=load_memory)
         if not plan.ok:
             raise PlanError(plan.refusal())
+        self._plan = plan
         manifest = unchanged(plan)
         self._root, self._tensors = manifest.root, manifest.readable
         self._schemes = (plan.registry or Registry.load()).schemes
-        self._keeper = Reader(self._root, self._tensors)
+        self._known = known_of(manifest.shards)
+        self._keeper = self._reader()
         items = list(planned_items(plan, self._keeper, self._schemes))
         called = _called(items, None if names is None else list(names), ties)
         self._items = in_order((item for item in items if item.name in called), self._tensors)
@@ -93,14 +96,20 @@ class WeightStream:
         that names the tensor if it cannot be made, or its file was written to meanwhile.
         """
         for batch in batches(self._items, _BATCH):
-            reader = Reader(self._root, self._tensors)  # its mappings last as long as views of it
-            made = self._made([item for item in batch if not self._is_view(item)])
+            reader = self._reader()  # its mappings last as long as views of it
+            with enough_memory(self._plan):
+                made = self._made([item for item in batch if not self._is_view(item)])
             for item in batch:
                 tensor = made.pop(item.name, None)
                 if tensor is None:
-                    tensor = self._viewed(item, reader)
+                    with enough_memory(self._plan):
+                        tensor = self._viewed(item, reader)
                 yield from ((name, tensor) for name in self._called[item.name])
                 del tensor  # nothing is kept here while the next one is made
+
+    def _reader(self) -> Reader:
+        copies = self._options.copy
+        return Reader(self._root, self._tensors, known=self._known, copies=copies)
 
     def _check(self) -> None:
         """Raise for every file that lacks something, before the first tensor is given."""
@@ -131,7 +140,8 @@ class WeightStream:
         for item in items:
             for name in needs(item):
                 self._keeper.look(name)
-        reader = PassingReader(self._root, self._tensors)
+        copies = self._options.copy
+        reader = PassingReader(self._root, self._tensors, known=self._known, copies=copies)
 
         def write(item: LoadItem, region: Region, out: torch.Tensor) -> None:
             try:

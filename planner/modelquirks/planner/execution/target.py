@@ -38,8 +38,8 @@ class Target:
         for place in places:
             if self.folder.exists() and place.exists() and os.path.samefile(self.folder, place):
                 raise ExecutionError(
-                    f"offload folder '{self.folder}' holds the checkpoint itself: weights written "
-                    "there would look like a part of it; name another folder"
+                    f"offload folder {str(self.folder)!r} holds the checkpoint itself: weights "
+                    "written there would look like a part of it; name another folder"
                 )
         files = [_facts(shard) for shard in self.shards]
         # With the path: fine-tunes of one model have equal headers and sizes, and where times are

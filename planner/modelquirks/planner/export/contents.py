@@ -13,6 +13,7 @@ from modelquirks.planner.dispatcher import Dispatcher, OptionError
 from modelquirks.planner.dtypes import BITS, from_torch
 from modelquirks.planner.execution.copies import equal, settle
 from modelquirks.planner.execution.loaditem import LoadItem
+from modelquirks.planner.execution.openfile import known_of
 from modelquirks.planner.execution.passing import PassingReader
 from modelquirks.planner.execution.perform import items_of
 from modelquirks.planner.execution.preflight import needs, type_faults
@@ -131,7 +132,7 @@ def _refuse(
     plan: Plan, manifest: Manifest, items: Sequence[LoadItem], schemes: Mapping[str, Scheme]
 ) -> None:
     """Raise with everything that is in the way."""
-    reader = Reader(manifest.root, manifest.readable)
+    reader = Reader(manifest.root, manifest.readable, known=known_of(manifest.shards))
     lacking = {item.name: why for item in items if (why := [*_faults(item, reader, schemes)])}
     told = [plan.refusal()] if not plan.ok else []
     if plan.ok and lacking:
@@ -174,7 +175,8 @@ def _settled(
     """Tie copies that are equal, where the model has one tensor and several are stored."""
     if not plan.compare:
         return [*items], []
-    reader = PassingReader(manifest.root, manifest.readable)
+    known = known_of(manifest.shards)
+    reader = PassingReader(manifest.root, manifest.readable, known=known)
 
     def same(one: LoadItem, other: LoadItem) -> bool:
         def make(item: LoadItem, region: Region) -> torch.Tensor:

@@ -85,15 +85,16 @@ def filling(out: Path) -> Generator[Path]:
     and go again on a failure.
     """
     parents = [path for path in out.parents if not path.exists()]
-    out.parent.mkdir(parents=True, exist_ok=True)
-    partial, descriptor = _new(out)
+    made: list[Path] = []
     try:
-        with _open_until_done(descriptor):
-            yield partial
-            sync_folder(partial)
-            _take_name(partial, out)
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with _open_until_done(_new(out, made)):
+            yield made[-1]
+            sync_folder(made[-1])
+            _take_name(made[-1], out)
     except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
+        for partial in made:
+            shutil.rmtree(partial, ignore_errors=True)
         with suppress(OSError):  # another process has put something there
             for path in parents:
                 path.rmdir()
@@ -111,14 +112,15 @@ def _leftovers(out: Path) -> Iterator[Path]:
         yield from sorted(p for p in out.parent.iterdir() if pattern.fullmatch(p.name))
 
 
-def _new(out: Path) -> tuple[Path, int | None]:
-    """Return a new folder, locked if that can be done."""
+def _new(out: Path, made: list[Path]) -> int | None:
+    """Make a folder, the last of *made* then; return it open and locked, if that can be done."""
     while True:
         path = out.with_name(f".{out.name}.{secrets.token_hex(8)}.part")
+        made.append(path)
         path.mkdir()
-        descriptor = _locked(path)
+        descriptor = _locked(path, must_open=True)  # unlocked it would be taken for a dead one's
         if path.exists():
-            return path, descriptor
+            return descriptor
         if descriptor is not None:  # taken for that of a dead process before it was locked
             os.close(descriptor)
 
@@ -134,9 +136,21 @@ def _take_name(partial: Path, out: Path) -> None:
         try:
             _rename(partial, out)
         except BaseException:
-            os.rename(old, out)
+            _give_back(old, out)
             raise
-        shutil.rmtree(old)
+        # The export is there. What cannot be removed now goes with the next export to this place.
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def _give_back(old: Path, out: Path) -> None:
+    try:
+        os.rename(old, out)
+    except OSError as error:
+        raise ExportError(
+            f"{str(out)!r} was to be replaced, and could be neither replaced nor given its name "
+            f"back ({error.strerror}): what was there is at {str(old)!r}. The next export to this "
+            "place gives it back"
+        ) from error
 
 
 def _rename(partial: Path, out: Path) -> None:
@@ -153,13 +167,17 @@ def _rename(partial: Path, out: Path) -> None:
     sync_folder(out.parent)
 
 
-def _locked(path: Path) -> int | None:
+def _locked(path: Path, *, must_open: bool = False) -> int | None:
     """Return the open folder, locked for this process; None if it is another's or has no locks."""
     if sys.platform == "win32":
         return None
     try:
         descriptor = os.open(path, os.O_RDONLY)
+    except FileNotFoundError:
+        return None
     except OSError:
+        if must_open:
+            raise
         return None
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

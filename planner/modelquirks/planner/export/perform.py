@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from modelquirks.planner.checkpoint.fingerprint import changed
 from modelquirks.planner.checkpoint.manifest import Manifest
 from modelquirks.planner.checkpoint.openoptions import AS_USUAL, OpenOptions
 from modelquirks.planner.dispatcher import Dispatcher
@@ -19,7 +20,10 @@ from modelquirks.planner.execution.evaluate import EvaluationError
 from modelquirks.planner.execution.executionreport import Clock, peak_memory
 from modelquirks.planner.execution.loaditem import LoadItem
 from modelquirks.planner.execution.loadoptions import LoadOptions
+from modelquirks.planner.execution.nomemory import with_memory
+from modelquirks.planner.execution.openfile import known_of
 from modelquirks.planner.execution.passing import PassingReader
+from modelquirks.planner.execution.preflight import needs
 from modelquirks.planner.execution.progress import Progress
 from modelquirks.planner.execution.reader import Region
 from modelquirks.planner.execution.wholefile import write_whole
@@ -33,7 +37,7 @@ from modelquirks.planner.export.outfolder import (
     filling,
 )
 from modelquirks.planner.export.readback import READING_BACK, faults
-from modelquirks.planner.export.sidefiles import SideFile, side_files
+from modelquirks.planner.export.sidefiles import SideFile, about_left_out, side_files
 from modelquirks.planner.export.writing import WRITING, Written, write_file
 from modelquirks.planner.finding import Finding
 from modelquirks.planner.placement.memory import parse_size, show_bytes
@@ -92,12 +96,14 @@ def export(
         dispatcher, manifest, model=model, dtype=dtype, dequantize=dequantize, naming=naming
     )
     job = _Job.of(contents, out, shard_bytes=shard_bytes, loading=loading)
-    with _told(out):
+    text = f"there was not enough memory to write {str(out)!r}, and nothing was left there: "
+    with _told(out), with_memory(ExportError, f"{text}give less with --memory (memory=)"):
         job.check_space()
         clock.lap("plan")
         with filling(out) as folder:
             written = job.write(folder)
             clock.lap("write")
+            job.check_unchanged()
             job.read_back(folder, written)
             clock.lap("read back")
     return replace(job.report(clock), notes=(*cleared, *contents.notes, *job.about_files()))
@@ -131,7 +137,8 @@ class _Job:
         )
         if len(files) > 1:
             beside.append(SideFile(f"{stem}{INDEX}", index_of(files, contents.ties)))
-        reader = PassingReader(manifest.root, manifest.readable)
+        known = known_of(manifest.shards)
+        reader = PassingReader(manifest.root, manifest.readable, known=known)
         return cls(contents, out, files, beside, loading, reader)
 
     def check_space(self) -> None:
@@ -167,6 +174,20 @@ class _Job:
             write_whole(folder / side.name, [side.content])
         return written
 
+    def check_unchanged(self) -> None:
+        """Raise if a file that was read is no longer what it was when its header was read."""
+        manifest = self.contents.manifest
+        used = {
+            manifest.readable[name].shard for item in self.contents.items for name in needs(item)
+        }
+        shards = [shard for shard in manifest.shards if shard.name in used]
+        if told := [f.message for f in changed(manifest.root, shards, same_place=True)]:
+            listed = "\n- ".join(told[:10])
+            raise ExportError(
+                f"{str(manifest.path)!r} was changed while it was exported, so nothing was left at "
+                f"{str(self.out)!r}; export it again when nobody writes there:\n- {listed}"
+            )
+
     def read_back(self, folder: Path, written: dict[str, list[Written]]) -> None:
         """Raise if a file is not as it was written."""
         found: list[str] = []
@@ -201,11 +222,14 @@ class _Job:
         )
 
     def about_files(self) -> list[Finding]:
-        """Say what was changed in the files beside the weights."""
+        """Say what was changed in the files beside the weights, and which were left out."""
         return [
-            Finding("config-adapted", "info", f"{side.name!r} follows the weights: {side.changes}")
-            for side in self.beside
-            if side.changes
+            *(
+                Finding("config-adapted", "info", f"{s.name!r} follows the weights: {s.changes}")
+                for s in self.beside
+                if s.changes
+            ),
+            *about_left_out(self.contents.manifest.root),
         ]
 
     def _make(self, item: LoadItem, region: Region) -> torch.Tensor:

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from modelquirks.planner.checkpoint.json_text import JsonProblem, read_json
+from modelquirks.planner.checkpoint.confined import confined
+from modelquirks.planner.checkpoint.file_kind import look
+from modelquirks.planner.checkpoint.json_text import MAX_JSON_BYTES, JsonProblem, read_json
 from modelquirks.planner.dtypes import BITS, is_float, torch_name
+from modelquirks.planner.export.exportreport import ExportError
+from modelquirks.planner.finding import Finding
 
-__all__ = ["CONFIG", "SideFile", "is_ours", "side_files"]
+__all__ = ["CONFIG", "SideFile", "about_left_out", "is_ours", "side_files"]
 
 CONFIG = "config.json"
 _NAMES = frozenset(
@@ -53,14 +57,40 @@ def side_files(
     written, among floats that are not packed; transformers loads in the dtype that is named there.
     *plain*: packed weights were made plain, so it must not say that they are packed.
     """
-    found = [
-        SideFile(name, (root / name).read_bytes())
-        for name in sorted(_NAMES)
-        if (root / name).is_file()
-    ]
+    kept = (name for name in sorted(_NAMES) if (root / name).is_file() and not _why_not(root, name))
+    found = [SideFile(name, _read(root / name)) for name in kept]
     if not changed:
         return found
     return [_adapted(f, root, dtypes, plain=plain) if f.name == CONFIG else f for f in found]
+
+
+def about_left_out(root: Path) -> Iterator[Finding]:
+    """Yield a warning for the files that would be copied, and are not."""
+    names = (name for name in sorted(_NAMES) if (root / name).is_file())
+    if told := [f"{name!r}: {why}" for name in names if (why := _why_not(root, name))]:
+        yield Finding("side-file", "warning", f"not copied: {'; '.join(told)}")
+
+
+def _why_not(root: Path, name: str) -> str:
+    """Return why a file is not copied, or ``""``.
+
+    What a link leads to elsewhere may be private, and an export is made to be given away.
+    """
+    with confined(root):
+        seen = look(root / name)
+    if seen.size_bytes > MAX_JSON_BYTES:
+        return f"it has {seen.size_bytes:,} bytes"
+    return seen.trouble
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise ExportError(
+            f"{str(path)!r} belongs beside the weights and cannot be read: "
+            f"{error.strerror or error}. Nothing was written"
+        ) from error
 
 
 def _adapted(file: SideFile, root: Path, dtypes: Mapping[str, int], *, plain: bool) -> SideFile:

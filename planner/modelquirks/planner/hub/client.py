@@ -10,6 +10,7 @@ import re
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from json import JSONDecodeError
 from typing import NamedTuple, TypeVar
 
 from huggingface_hub import HfApi, constants, get_hf_file_metadata, hf_hub_url
@@ -59,6 +60,24 @@ class Remote:
     url: str
     direct: str = ""
     """Where the hub sent us for its bytes: another host, which gets no token."""
+    versions: dict[str, str] = field(default_factory=dict)
+    """What each server called this state of the file (its ETag), by scheme and host."""
+
+    def check(self, url: str, headers: Mapping[str, str]) -> None:
+        """Raise :class:`HubFailure` if the file has changed since a part of it was read.
+
+        Parts of two states would make a header that nobody wrote (RFC 9110, 14.4: ranges are put
+        together only if their strong validators agree).
+        """
+        tag = headers.get("etag", "")
+        if not tag or tag.startswith("W/"):
+            return
+        known = self.versions.setdefault("/".join(url.split("/")[:3]), tag)
+        if known != tag:
+            raise HubFailure(
+                f"the file {self.url!r} changed while it was read (ETag {known!r}, then {tag!r}); "
+                "try again"
+            )
 
 
 @dataclass(eq=False)
@@ -80,21 +99,30 @@ class Client:
 
     def listing(self, repository: str, revision: str) -> Listed:
         """Return the files of a revision: one request, which gives names alone."""
-        found = retried(
-            lambda: HfApi(endpoint=self.endpoint).model_info(
-                repository,
-                revision=revision,
-                expand=["sha", "siblings"],
-                token=self.token,
-                timeout=constants.HF_HUB_DOWNLOAD_TIMEOUT,
+        try:
+            found = retried(
+                lambda: HfApi(endpoint=self.endpoint).model_info(
+                    repository,
+                    revision=revision,
+                    expand=["sha", "siblings"],
+                    token=self.token,
+                    timeout=constants.HF_HUB_DOWNLOAD_TIMEOUT,
+                )
             )
-        )
+        except (JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError) as error:
+            raise HubFailure(
+                f"{self.endpoint} answers with something else than the list of its files "
+                f"({type(error).__name__}): a login page, or no hub"
+            ) from error
         commit = str(found.sha)
         if not COMMIT.fullmatch(commit):  # it becomes the name of a folder
             raise HubFailure(
                 f"the hub gives {commit!r} as a commit; 40 hexadecimal digits were meant"
             )
-        return Listed(found.id, commit, tuple(file.rfilename for file in found.siblings or ()))
+        names = tuple(file.rfilename for file in found.siblings or ())
+        if not isinstance(found.id, str) or not all(isinstance(name, str) for name in names):
+            raise HubFailure(f"{self.endpoint} lists files under names that are no texts")
+        return Listed(found.id, commit, names)
 
     def commit(self, repository: str, revision: str, name: str) -> str | None:
         """Return the commit that *revision* is now, asked by the headers of the file *name*."""
@@ -158,6 +186,7 @@ class Client:
             hf_raise_for_status(response)
             if response.history and not _same_host(str(response.url), remote.url):
                 remote.direct = str(response.url)
+            remote.check(str(response.url), response.headers)
             skip = got.expect(response.status_code, response.headers, remote.url)
             for chunk in response.iter_raw():
                 part, skip = chunk[skip:], max(0, skip - len(chunk))

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from bisect import bisect_right
 from collections.abc import Iterator
+from typing import Any
 
 __all__ = ["Spans"]
+
+_HEAD = {"size", "begins", "lengths", "sha256"}
 
 
 class Spans:
@@ -46,7 +50,8 @@ class Spans:
     def dump(self) -> Iterator[bytes]:
         """Yield a line of JSON that says what follows, and the bytes."""
         lengths = [*map(len, self._parts)]
-        head = {"size": self.size, "begins": self._begins, "lengths": lengths}
+        head: dict[str, Any] = {"size": self.size, "begins": self._begins, "lengths": lengths}
+        head["sha256"] = hashlib.sha256(b"".join(self._parts)).hexdigest()
         yield json.dumps(head).encode() + b"\n"
         yield from self._parts
 
@@ -55,10 +60,12 @@ class Spans:
         """Return what :meth:`dump` gave; ValueError if that is damaged."""
         line, _, content = raw.partition(b"\n")
         head = json.loads(line)
-        if not isinstance(head, dict) or head.keys() != {"size", "begins", "lengths"}:
+        if not isinstance(head, dict) or head.keys() != _HEAD:
             raise ValueError("no line that says what follows")
         if sum(head["lengths"]) != len(content):
             raise ValueError(f"{len(content)} bytes where {sum(head['lengths'])} should be")
+        if hashlib.sha256(content).hexdigest() != head["sha256"]:  # the machine went down, say
+            raise ValueError("other bytes than were written")
         found, position = cls(int(head["size"])), 0
         for begin, length in zip(head["begins"], head["lengths"], strict=True):
             found.add(begin, content[position : position + length])

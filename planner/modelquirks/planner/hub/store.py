@@ -8,9 +8,7 @@ whole are in huggingface_hub's own cache and not here.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import quote
@@ -18,7 +16,9 @@ from urllib.parse import quote
 from huggingface_hub import constants
 from huggingface_hub.file_download import repo_folder_name
 
-from modelquirks.planner.hub.client import Listed
+from modelquirks.planner.checkpoint.index import leaves_folder
+from modelquirks.planner.execution.wholefile import clear_partials, write_whole
+from modelquirks.planner.hub.client import COMMIT, Listed
 from modelquirks.planner.hub.spans import Spans
 
 __all__ = ["Ref", "Store", "cached_commit", "files_below", "snapshot_folder"]
@@ -89,15 +89,11 @@ class Store:
 
     def _write(self, path: Path, parts: Iterable[bytes]) -> None:
         """Write a file whole or not at all."""
-        partial = path.with_name(f"{path.name}.{os.getpid()}")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            with partial.open("wb") as file:
-                file.writelines(parts)
-            partial.replace(path)
+            clear_partials(path)
+            write_whole(path, parts, durable=False)
         except OSError as error:
-            with suppress(OSError):
-                partial.unlink(missing_ok=True)
             self.trouble = f"{error.filename or str(path)!r}: {error.strerror or error}"
 
 
@@ -108,11 +104,14 @@ def snapshot_folder(repository: str, commit: str) -> Path:
 
 def cached_commit(repository: str, revision: str) -> str | None:
     """Return the commit that a revision was when huggingface_hub last downloaded of it."""
+    if leaves_folder(revision):
+        return None
     path = Path(constants.HF_HUB_CACHE) / _folder_name(repository) / "refs" / revision
     try:
-        return path.read_text(encoding="ascii").strip() or None
+        commit = path.read_text(encoding="ascii").strip()
     except (OSError, ValueError):
         return None
+    return commit if COMMIT.fullmatch(commit) else None  # it becomes the name of a folder
 
 
 def files_below(folder: Path) -> Iterator[str]:

@@ -6,6 +6,7 @@ As a family, but an index counts only where the modules at its values are alike,
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -20,6 +21,8 @@ Index = tuple[int, ...]
 SLOT = "*"
 """A segment that is an index."""
 _MAX_LITERALS = 8
+_DIGITS = re.compile("[0-9]{1,9}")
+_INDEX = re.compile("0|[1-9][0-9]{0,8}")
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,12 +100,13 @@ def kins_of(tensors: Mapping[str, TensorType], lists: Collection[Path] | None = 
     >>> [str(k) for k in kins_of({"h.0.w": t, "h.1.w": t, "s.0.w": t, "s.2.w": t})]
     ['h.*.w', 's.0.w', 's.2.w']
     """
-    segments = {name: tuple(name.split(".")) for name in tensors}
+    cuts = {name: tuple(name.split(".")) for name in tensors}
+    segments = {name: cut for name, cut in cuts.items() if SLOT not in cut}  # no rule can say it
     lists = lists_of(tensors) if lists is None else lists
     found: dict[Path, dict[Index, TensorType]] = {}
     for name, cut in segments.items():
         path = tuple(
-            SLOT if segment.isdigit() and cut[:at] in lists else segment
+            SLOT if _DIGITS.fullmatch(segment) and cut[:at] in lists else segment
             for at, segment in enumerate(cut)
         )
         index = tuple(int(c) for c, s in zip(cut, path, strict=True) if s is SLOT)
@@ -115,8 +119,8 @@ def lists_of(names: Iterable[str]) -> set[Path]:
     below: dict[Path, dict[int, set[Path]]] = {}
     for cut in (tuple(name.split(".")) for name in names):
         for at, segment in enumerate(cut):
-            if segment.isdecimal() and (segment == "0" or segment[0] != "0"):
-                tail = tuple(s for s in cut[at + 1 :] if not s.isdecimal())
+            if _INDEX.fullmatch(segment):
+                tail = tuple(s for s in cut[at + 1 :] if not _DIGITS.fullmatch(s))
                 below.setdefault(cut[:at], {}).setdefault(int(segment), set()).add(tail)
     return {
         path

@@ -8,6 +8,7 @@ from typing import Any
 
 from modelquirks.planner.infer.inference import Inference
 from modelquirks.planner.infer.rules import Rule
+from modelquirks.planner.wording import clean
 from modelquirks.quirks.family import group, show
 from modelquirks.quirks.pattern import Pattern
 from modelquirks.quirks.recipe import nodes, sources
@@ -39,10 +40,11 @@ def _record_name(name: str) -> str:
 
 
 def _match(found: Inference, config: Mapping[str, Any]) -> Match:
-    if named := config.get("architectures"):
-        return Match(architectures=tuple(map(str, named)))
-    if kind := config.get("model_type"):
-        return Match(model_types=(str(kind),))
+    named = config.get("architectures")
+    if isinstance(named, list) and (classes := [name for name in named if isinstance(name, str)]):
+        return Match(architectures=tuple(classes))
+    if isinstance(kind := config.get("model_type"), str) and kind:
+        return Match(model_types=(kind,))
     read = (pattern for rule in found.rules for pattern in _read(rule))
     return Match(all_of=tuple(dict.fromkeys(read))[:_MAX_MATCHED])
 
@@ -91,11 +93,13 @@ def quirk_text(found: Inference, config: Mapping[str, Any], name: str) -> str:
 
 
 def _rule_lines(sure: Iterable[Rule], unsure: Iterable[Rule]) -> Iterator[str]:
+    """Yield the rules as source; words of names are in comments, which must not end there."""
     for rule in sure:
-        yield f"        # {rule.tier}, {rule.n_tensors} tensors: {rule.why}"
+        yield f"        # {rule.tier}, {rule.n_tensors} tensors: {clean(rule.why)}"
         yield f"        {_call(rule.rule)},"
     for rule in unsure:
-        yield f"        # open, {rule.n_tensors} tensors, one of several readings: {rule.why}"
+        about = f"one of several readings: {clean(rule.why)}"
+        yield f"        # open, {rule.n_tensors} tensors, {about}"
         yield f"        # {_call(rule.rule)},"
 
 

@@ -6,6 +6,7 @@ from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+from modelquirks.planner.checkpoint.lookalikes import look_alikes
 from modelquirks.planner.checkpoint.manifest import Manifest
 from modelquirks.planner.finding import Finding, shown
 from modelquirks.planner.mapping.audit import Audit, Entry
@@ -91,6 +92,7 @@ def derive(
             *sharing.findings,
             *conflicts(judge, judged, account.rivals),
             *oddities(account, manifest, nearest.spare, dequantize=waivers.dequantize),
+            *look_alikes(nearest.spare, missing),
             *dtype_changes(account, manifest, asked=dtype.asked),
         ),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import starmap
@@ -23,6 +24,7 @@ from modelquirks.quirks.recipe import (
     Stack,
     TensorType,
     children,
+    nodes,
     sources,
 )
 from modelquirks.quirks.recipe_json import from_json, to_json
@@ -31,6 +33,12 @@ __all__ = ["Env", "FamilyRecipe", "concrete", "is_direct", "stored_names"]
 
 Env = Mapping[str, int]
 """Values of the variables of a template."""
+
+_TEMPLATE = re.compile(r"(?:[^{}]++|\{\{|\}\}|\{[A-Za-z0-9_]++\})*+")
+"""A template has the plain slots of :meth:`str.format` only: ``{i:>999999999}`` would take memory
+without end, and ``{i.__class__}`` look at what is no business of a plan."""
+_MAX_READS = 10_000_000
+"""Stored tensors that the recipes of one family may read, one after another."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,9 +96,15 @@ class FamilyRecipe:
     def from_json(cls, data: Mapping[str, Any]) -> FamilyRecipe:
         """Return the recipe that :meth:`to_json` wrote; RecipeError if its names cannot be made."""
         shape = data["shape"]
+        node = from_json(data["node"])
+        texts = (data["target"], *(t for n in nodes(node) for t in _templates(n)))
+        if odd_text := next((t for t in texts if not _TEMPLATE.fullmatch(t)), None):
+            raise RecipeError(f"names of the recipe: {odd_text!r:.80} has other slots than {{i}}")
+        if (reads := _reads(node) * max(1, len(data["members"]))) > _MAX_READS:
+            raise RecipeError(f"the recipe for {data['target']!r:.80} reads {reads:,} tensors")
         recipe = cls(
             target=data["target"],
-            node=from_json(data["node"]),
+            node=node,
             variables=tuple(data["variables"]),
             members=tuple(tuple(member) for member in data["members"]),
             type=TensorType(data["dtype"], None if shape is None else tuple(shape)),
@@ -108,6 +122,19 @@ class FamilyRecipe:
         if odd := [m for m in recipe.members if len(m) != len(recipe.variables)]:
             raise RecipeError(f"member {list(odd[0])} of {recipe.target!r} has not one index each")
         return recipe
+
+
+def _templates(node: Node) -> Iterator[str]:
+    if isinstance(node, Source):
+        yield node.name
+    elif isinstance(node, Select):
+        yield node.index
+
+
+def _reads(node: Node) -> int:
+    """Return how many names of stored tensors *node* stands for."""
+    inner = 1 if isinstance(node, Source) else sum(map(_reads, children(node)))
+    return inner * (node.count or 0) if isinstance(node, Stack | Join) else inner
 
 
 def stored_names(node: Node, env: Env) -> Iterator[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
+from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 from modelquirks.planner.dtypes import is_float, torch_name
@@ -14,7 +15,12 @@ if TYPE_CHECKING:
 
     from modelquirks.planner.checkpoint.manifest import Manifest
 
-__all__ = ["empty_weights", "model_config"]
+__all__ = ["empty_weights", "model_config", "without_network"]
+
+_offline = Lock()
+_building = 0
+_was: list[bool] = []
+"""How huggingface_hub was set before the first of several that build at once."""
 
 
 @contextmanager
@@ -47,6 +53,30 @@ def empty_weights() -> Generator[None, None, None]:
         yield
     finally:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+@contextmanager
+def without_network() -> Generator[None, None, None]:
+    """Put huggingface_hub into its offline mode while a library builds what a config describes.
+
+    A config may name repositories: kernels, backbones, adapters of adapters. What nobody asked for
+    is not fetched.
+    """
+    from huggingface_hub import constants
+
+    global _building
+    with _offline:
+        _building += 1
+        if _building == 1:
+            _was.append(constants.HF_HUB_OFFLINE)
+            constants.HF_HUB_OFFLINE = True
+    try:
+        yield
+    finally:
+        with _offline:
+            _building -= 1
+            if not _building:
+                constants.HF_HUB_OFFLINE = _was.pop()
 
 
 def model_config(manifest: Manifest) -> Mapping[str, Any]:

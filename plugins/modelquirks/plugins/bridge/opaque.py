@@ -13,6 +13,7 @@ from importlib import import_module
 from typing import Any
 
 from modelquirks.plugins.bridge.internals import converted, rules_of
+from modelquirks.plugins.transformers import plain_config
 from modelquirks.quirks.recipe import (
     Node,
     Opaque,
@@ -99,13 +100,15 @@ def _model(name: str, config: str) -> Any:
     """Return the model of that class and config without weights."""
     import torch
 
+    from modelquirks.planner.model.build import without_network
+
     transformers: Any = import_module("transformers")
     model_class: Any = getattr(transformers, name, None)
     is_class = isinstance(model_class, type)
     if not is_class or not issubclass(model_class, transformers.PreTrainedModel):
         raise RecipeError(f"transformers has no model {name!r}, which this recipe needs")
-    settings = model_class.config_class.from_dict(json.loads(config))
+    settings = model_class.config_class.from_dict(plain_config(json.loads(config)))
     # Loading threads come here. So neither empty_weights, which changes nn.Module for all of them,
     # nor the config's dtype, which transformers would make the default of all meanwhile.
-    with torch.device("meta"):
+    with torch.device("meta"), without_network():
         return model_class._from_config(settings, dtype=torch.get_default_dtype())

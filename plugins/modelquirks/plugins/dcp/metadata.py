@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from modelquirks.planner.checkpoint import pickle_machine
+from modelquirks.planner.checkpoint.file_kind import look
 from modelquirks.planner.checkpoint.pickle_machine import Global, Opaque, PickleProblem
 from modelquirks.planner.checkpoint.pickle_names import about_names
+from modelquirks.planner.checkpoint.pickle_size import check_size
 from modelquirks.planner.dtypes import from_torch
 from modelquirks.planner.finding import Finding
 from modelquirks.quirks.recipe import Region
@@ -77,8 +79,12 @@ def read_metadata(path: Path, *, shard: str) -> Metadata:
     What is no metadata, or is damaged, is an error among the findings.
     """
     try:
+        seen = look(path)
+        if seen.kind in ("absent", "special", "unreadable"):
+            raise PickleProblem(f"cannot be read: {seen.trouble or 'it is no regular file'}")
         with path.open("rb") as file:
             loaded = pickle_machine.load(file, rebuild=_REBUILD, persistent=_nothing)
+        check_size(loaded.value)
         content = _state(loaded.value, "Metadata")
         stored, paths, storage = (
             _of_kind(content.get(key), dict, key)

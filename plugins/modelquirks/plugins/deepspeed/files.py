@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+from modelquirks.planner.checkpoint.file_kind import look
 from modelquirks.planner.checkpoint.folder import list_folder
 from modelquirks.planner.checkpoint.open import CheckpointError
 from modelquirks.planner.finding import Finding, shown
@@ -108,7 +109,7 @@ def locate(path: Path, tag: str | None = None) -> Folder:
         return Folder(path, path.name, _is_universal(path))
     for pointer in ("latest", "latest_universal"):
         if (path / pointer).is_file():
-            text = (path / pointer).read_bytes()[:4096].decode("utf-8", "replace").strip()
+            text = look(path / pointer).head.decode("utf-8", "replace").strip()
             return _tagged(path, text, said=f"{pointer!r}")
     tags = _tags(path)
     if len(tags) == 1:

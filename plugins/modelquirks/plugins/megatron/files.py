@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from modelquirks.planner.checkpoint.file_kind import look
 from modelquirks.planner.finding import Finding, shown
 from modelquirks.plugins.dcp.layouts import has_backend
 
@@ -85,7 +86,7 @@ def _said(path: Path, name: str, about: tuple[Finding, ...]) -> Located | None:
 
 
 def _tracked(path: Path) -> str:
-    text = (path / TRACKER).read_bytes()[:64].decode("utf-8", "replace").strip()
+    text = look(path / TRACKER).head[:64].decode("utf-8", "replace").strip()
     return f"iter_{int(text):07d}" if text.isdecimal() else text
 
 

@@ -1,0 +1,1 @@
+"""The published schemas of files that other programs may read."""
