@@ -29,7 +29,7 @@ class _Read(NamedTuple):
 
     stored: str
     planned: str
-    count: int
+    n: int
     names: Iterable[str]
 
 
