@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import re
 import sys
 import tempfile
@@ -53,7 +54,7 @@ def main() -> int:
         if len(rows) % 500 == 0:
             rate = (time.monotonic() - started) / len(rows)
             print(f"  {len(rows)} cases, {rate:.3f} s each", file=sys.stderr, flush=True)
-        if len(rows) == args.cases:
+        if len(rows) == args.cases or time.monotonic() - started > args.seconds:
             break
     seconds = time.monotonic() - started
     print_table(rows, f"{len(rows):,} damaged checkpoints, seed {args.seed}, {seconds:.0f} s")
@@ -81,6 +82,7 @@ def _arguments() -> argparse.Namespace:
     )
     parser.add_argument("--cases", type=int, default=500, help="how many")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seconds", type=float, default=math.inf, help="stop by then, with fewer")
     parser.add_argument("--only", type=int, help="this case alone, with details")
     parser.add_argument("--keep", type=Path, help="with --only: leave the damaged files there")
     parser.add_argument("--kinds", default="", help="regular expression; kinds that fit it wholly")
