@@ -20,7 +20,7 @@ from modelquirks.quirks.family import Family
 
 __all__ = ["dtype_changes"]
 
-_HALVES = frozenset({"F16", "BF16"})
+_HALVES = {"F16", "BF16"}
 _LISTED = 10
 
 
