@@ -246,7 +246,8 @@ class Plan:
         memory, 1 GiB at most. 0 turns that off.
 
         What is kept in CPU memory as the file has it is a view of the mapped file; *copy* makes
-        copies instead, for people who will overwrite the file in place. *load_memory* (256 MiB,
+        copies instead, of offloaded weights for each pass, for people who will overwrite the file
+        in place: nothing is mapped then (docs/faults.md). *load_memory* (256 MiB,
         or for example ``"1GiB"``) is what making the tensors may take beside their own memory.
         *verify* compares ``"samples"`` of each tensor with the files, or ``"full"``: every byte.
         With *digest* (a file that ``modelquirks digest`` wrote, or a
