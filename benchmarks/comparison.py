@@ -2,10 +2,10 @@
 
     python benchmarks/comparison.py [--folder DIR] [--cases REGEX] [--json FILE]
 
-Makes the checkpoints of `comparison_cases.py` in DIR (by default a temporary one), has each loaded by
-each loader in a process of its own, compares the answer with that of the model which was saved, and
-prints the table of docs/comparison.md. Needs accelerate and transformers. Exits 1 if modelquirks
-makes anything wrong of what it could have known.
+Makes the checkpoints of `comparison_cases.py` in DIR (by default a temporary one), has each loaded
+by each loader in a process of its own, compares the answer with that of the model which was saved,
+and prints the table of docs/comparison.md. Needs accelerate and transformers. Exits 1 if
+modelquirks makes anything wrong of what it could have known.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import json
 import re
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -52,7 +52,7 @@ def main() -> int:
     return 1 if bad else 0
 
 
-def table(rows: list[Row]) -> list[str]:
+def table(rows: Sequence[Row]) -> list[str]:
     """Return the lines of the table, as Markdown."""
     head = ["checkpoint", *LOADERS]
     lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]

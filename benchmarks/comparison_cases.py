@@ -1,14 +1,15 @@
 """Checkpoints for the comparison: whole ones of several kinds, and what happens to them in life.
 
-All are tiny and random. Each comes with what the model that was saved answers, so that whoever loads
-it can be judged: a loader is right if its model answers just that.
+All are tiny and random. Each comes with what the model that was saved answers, so that whoever
+loads it can be judged: a loader is right if its model answers just that.
 """
 
 from __future__ import annotations
 
 import json
+import runpy
 import shutil
-import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,12 +18,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, MixtralConfig
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
-from broken_checkpoints import INDEX, make_all
-from tiny_gpt_oss import make as make_gpt_oss
-
 __all__ = ["CASES", "PROMPT", "Case", "make"]
 
+EMBED, HEAD = ("embed_tokens",), ("lm_head",)
+LAST = "00002-of-00002"
+OLD = "model.safetensors"
+INDEX = "model.safetensors.index.json"
 PROMPT = torch.arange(1, 9).reshape(1, 8)
 FULL = {"": "cpu"}
 DISK = {"model.embed_tokens": "cpu", "model.rotary_emb": "cpu"} | dict.fromkeys(
@@ -50,30 +51,30 @@ CASES = (
     Case("whole", "nothing is wrong", "whole", "right"),
     Case("wrapped", "`module.` before every name", "whole", "right", ("module.",)),
     Case("acme", "a naming of its own", "whole", "refused", ("decoder.", "embed_tokens")),
-    Case("other-head", "one tensor has another name", "whole", "refused", ("lm_head",)),
+    Case("other-head", "one tensor has another name", "whole", "refused", HEAD),
     Case("tensor-missing", "one tensor is not stored", "whole", "refused", ("up_proj",)),
     Case("index-lies", "one tensor is in the index only", "whole", "refused", ("up_proj",)),
-    Case("shard-missing", "a shard is missing", "whole", "refused", ("00002-of-00002",)),
-    Case("cut-off", "a shard is cut off", "whole", "refused", ("00002-of-00002",)),
-    Case("pointer", "a shard is a Git LFS pointer", "whole", "refused", ("00002-of-00002",)),
-    Case("old-file", "an older `model.safetensors` beside", "whole", "right", ("model.safetensors",)),
+    Case("shard-missing", "a shard is missing", "whole", "refused", (LAST,)),
+    Case("cut-off", "a shard is cut off", "whole", "refused", (LAST,)),
+    Case("pointer", "a shard is a Git LFS pointer", "whole", "refused", (LAST,)),
+    Case("old-file", "an older `model.safetensors` beside", "whole", "right", (OLD,)),
     Case("old-shard", "a shard of another training step", "whole", "none"),
-    Case("other-vocabulary", "config.json of another vocabulary", "whole", "refused", ("embed_tokens",)),
-    Case("tied", "a tie, stored once", "tied", "right", ("lm_head",)),
-    Case("tied-twice", "a tie, stored twice with other values", "tied-twice", "right", ("lm_head",)),
+    Case("other-vocabulary", "config.json of another vocabulary", "whole", "refused", EMBED),
+    Case("tied", "a tie, stored once", "tied", "right", HEAD),
+    Case("tied-twice", "a tie, stored twice with other values", "tied-twice", "right", HEAD),
     Case("experts", "experts one by one (Mixtral)", "experts", "right", ("experts",)),
     Case("expert-gap", "of these, one is not stored", "experts", "refused", ("experts",)),
     Case("mxfp4", "packed experts (GPT-OSS, mxfp4)", "mxfp4", "right", ("experts",)),
     Case("dcp", "torch.distributed.checkpoint", "whole", "right", ("dcp",)),
     Case("whole", "layers and head on disk", "whole", "right", ("disk",), DISK),
-    Case("tied", "the same, and a tie with one end in memory", "tied", "refused", ("lm_head",), DISK),
+    Case("tied", "the same, and a tie with one end in memory", "tied", "refused", HEAD, DISK),
     Case("experts", "the same, experts one by one", "experts", "right", ("experts",), DISK),
 )  # fmt: skip
 
 
 def make(root: Path) -> None:
     """Make every checkpoint below *root*, and the right answers as ``answers.pt``."""
-    make_all(root)
+    _example("broken_checkpoints", "make_all")(root)
     whole = root / "whole"
     answers = {"whole": _answer(AutoModelForCausalLM.from_pretrained(whole))}
     _edited(whole, root / "tensor-missing", _without("model.layers.2.mlp.up_proj.weight"))
@@ -83,16 +84,28 @@ def make(root: Path) -> None:
     _edited(whole, root / "old-shard", lambda t: {n: x + 0.01 for n, x in t.items()}, only=-1)
     answers["tied"], answers["tied-twice"] = _tied(root)
     answers["experts"] = _experts(root)
-    make_gpt_oss(root / "mxfp4")
+    _example("tiny_gpt_oss", "make")(root / "mxfp4")
     answers["mxfp4"] = _answer(AutoModelForCausalLM.from_pretrained(root / "mxfp4"))
     _dcp(whole, root / "dcp")
     torch.save(answers, root / "answers.pt")
+
+
+def _example(name: str, function: str) -> Callable[[Path], object]:
+    """Return a function of a script in examples/."""
+    script = Path(__file__).parents[1] / "examples" / f"{name}.py"
+    found: Callable[[Path], object] = runpy.run_path(str(script))[function]
+    return found
 
 
 def _answer(model: Any) -> torch.Tensor:
     with torch.no_grad():
         logits: torch.Tensor = model.eval()(PROMPT).logits
     return logits
+
+
+def _new(config: Any) -> Any:
+    factory: Any = AutoModelForCausalLM
+    return factory.from_config(config)
 
 
 Tensors = dict[str, torch.Tensor]
@@ -132,14 +145,16 @@ def _pointer(source: Path, target: Path) -> None:
 
 def _old_file(source: Path, target: Path) -> None:
     shutil.copytree(source, target)
-    tensors = {n: t + 0.01 for path in target.glob("*.safetensors") for n, t in load_file(path).items()}
+    tensors = {
+        n: t + 0.01 for path in target.glob("*.safetensors") for n, t in load_file(path).items()
+    }
     save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
 
 
 def _tied(root: Path) -> Iterator[torch.Tensor]:
     config = LlamaConfig.from_pretrained(root / "whole", tie_word_embeddings=True)
     torch.manual_seed(1)
-    model: Any = AutoModelForCausalLM.from_config(config)
+    model = _new(config)
     model.save_pretrained(root / "tied")
     yield _answer(model)
     head = torch.randn(320, 64) * 0.02
@@ -160,7 +175,7 @@ def _experts(root: Path) -> torch.Tensor:
         num_local_experts=4,
     )
     torch.manual_seed(2)
-    model: Any = AutoModelForCausalLM.from_config(config)
+    model = _new(config)
     model.save_pretrained(root / "experts")
     gone = [f"model.layers.1.block_sparse_moe.experts.2.w{n}.weight" for n in (1, 2, 3)]
     _edited(root / "experts", root / "expert-gap", _without(*gone))
@@ -169,8 +184,10 @@ def _experts(root: Path) -> torch.Tensor:
 
 def _dcp(source: Path, target: Path) -> None:
     """Save as torch's distributed checkpoint, from one process."""
-    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict_saver import save
 
     model: Any = AutoModelForCausalLM.from_pretrained(source)
-    dcp.save(model.state_dict(), checkpoint_id=target, no_dist=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # that it is one process
+        save(model.state_dict(), checkpoint_id=target, no_dist=True)
     AutoConfig.from_pretrained(source).save_pretrained(target)
