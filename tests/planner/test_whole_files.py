@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from modelquirks.planner.execution import wholefile
-from modelquirks.planner.execution.wholefile import clear_partials, exclusive
+from modelquirks.planner import wholefile
+from modelquirks.planner.wholefile import clear_partials, exclusive
 from modelquirks.planner.export.exportreport import ExportError
 from modelquirks.planner.export.outfolder import filling
 from modelquirks.planner.hub.spans import Spans
@@ -31,7 +31,7 @@ def test_an_interrupted_writer_leaves_the_old_file_and_nothing_beside_it(
     def fails(*_: Any) -> None:
         raise error
 
-    monkeypatch.setattr("modelquirks.planner.execution.wholefile.os.fsync", fails)
+    monkeypatch.setattr("modelquirks.planner.wholefile.os.fsync", fails)
     with pytest.raises(type(error)):
         write_whole(target, "new")
     assert target.read_text() == "old"
