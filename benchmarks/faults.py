@@ -1,6 +1,14 @@
 """Faults of disks, memory, processes and networks, injected into whole jobs, and what they leave.
 
-python benchmarks/faults.py [--runs 200] [--seed N] [--kinds WORD …] [--jobs WORD …] [--json F]
+    python benchmarks/faults.py [--runs 200] [--seed N] [--kinds WORD …] [--jobs WORD …]
+                                [--quick] [--self-test] [--json FILE]
+
+Each injection is a forked process that does one job (``faults_jobs``), in which one call for a
+file fails, or all from one on, or which has a limit, a small disk or another process beside it
+(``faults_kinds``, ``faults_whole``, ``faults_network``). Judged (``faults_judge``) are the error,
+the model, the checkpoint, what is left, the same job once more in that process, and in a new one.
+Exits 1 if anything is lost, half used, hangs or is not told clearly. Linux only; small disks are
+mounted by root only.
 """
 
 from __future__ import annotations
@@ -9,142 +17,80 @@ import argparse
 import json
 import os
 import random
-import shutil
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 
 import torch
-from faults_calls import Call, Trap
+from faults_inject import Bench, Pair
 from faults_jobs import Job, jobs
-from faults_judge import Found, counted, judged
-from faults_kinds import KINDS, Kind, Place
-from faults_whole import WHOLE, Whole, can_mount, prepared
+from faults_judge import Found
+from faults_kinds import KINDS, Kind
+from faults_network import NETWORK, Hub
+from faults_planted import PLANTED, unseen
+from faults_whole import WHOLE, Whole, can_mount
 from rich.console import Console
 from rich.table import Table
 
-_templates: dict[str, Path] = {}
+_SLOW = ("stall", "two processes at once")
+"""Left out where each kind comes once."""
 
 
-def site(job: Job, folder: Path) -> Place:
-    """Return a new site for *job* below *folder*."""
-    root, other = folder / "site", folder / "other"
-    if job.name not in _templates:
-        _templates[job.name] = Path(tempfile.mkdtemp(dir=folder.parent, prefix="template-"))
-        job.make(_templates[job.name] / "site")
-        job.make(_templates[job.name] / "other", 2)
-    shutil.copytree(_templates[job.name], folder, dirs_exist_ok=True)
-    return Place(root, root / job.input, other / job.input)
+def kinds_of(words: Sequence[str]) -> list[Kind | Whole]:
+    """Return the kinds in whose names one of the words is."""
+    found: list[Kind | Whole] = [*KINDS.values(), *WHOLE.values(), *NETWORK]
+    usable = [k for k in found if not isinstance(k, Whole) or not k.is_mounted or can_mount()]
+    return [k for k in usable if any(word.lower() in k.name.lower() for word in words)]
 
 
-_calls: dict[str, tuple[Place, list[Call]]] = {}
+def pairs_of(found_jobs: Sequence[Job], kinds: Sequence[Kind | Whole]) -> Iterator[Pair]:
+    """Yield each job with each kind that can befall it."""
+    for job in found_jobs:
+        for kind in kinds:
+            changes = not isinstance(kind, Whole) and kind.changes
+            if kind.jobs(job) if isinstance(kind, Whole) else job.is_local or not changes:
+                yield Pair(job, kind)
 
 
-def points(job: Job, kind: Kind, memory: str) -> list[Call]:
-    """Return the calls of *job* that *kind* could befall."""
-    if job.name not in _calls:
-        with tempfile.TemporaryDirectory(dir=memory) as folder:
-            place = site(job, Path(folder))
-            _calls[job.name] = place, counted(job, place)
-    place, calls = _calls[job.name]
-    return [call for call in calls if kind.hits(call, place)]
-
-
-def one(job: Job, kind: Kind, at: int, *, lasting: bool, label: str, memory: str) -> Found:
-    """Inject one fault."""
-    with tempfile.TemporaryDirectory(dir=memory) as folder:
-        place = site(job, Path(folder))
-
-        def arm(trap: Trap) -> Callable[[], list[str]]:
-            trap.arm(
-                lambda hit: kind.act(hit, place),
-                lambda call: kind.hits(call, place),
-                at=at,
-                lasting=lasting,
-            )
-            return trap.disarm
-
-        return judged(job, place, kind=kind, label=label, arm=arm)
-
-
-def one_whole(job: Job, whole: Whole, level: int | str, *, memory: str) -> Found:
-    """Have a fault last for a whole job."""
-    with tempfile.TemporaryDirectory(dir=memory) as folder:
-        place = site(job, Path(folder))
-        with prepared(whole, job, place, level):
-            return judged(
-                job,
-                place,
-                kind=whole.kind,
-                label=str(level),
-                arm=lambda trap: whole.arm(trap, job, place, level),
-            )
-
-
-Thrown = Callable[[random.Random], Found]
-"""An injection of one kind into one job, wherever the dice fall."""
-
-
-def at_calls(job: Job, kind: Kind, memory: str) -> Thrown | None:
-    """Return what injects *kind* at some call of *job*; None if it has no such calls."""
-    calls = points(job, kind, memory)
-    if not calls:
-        return None
-
-    def throw(dice: random.Random) -> Found:
-        at = dice.randrange(len(calls))
-        lasting = dice.random() < 0.5 if kind.lasting is None else kind.lasting
-        label = f"call {at + 1} of {len(calls)}, {calls[at].name} {Path(calls[at].path).name}"
-        label += " and all after" if lasting else ""
-        return one(job, kind, at, lasting=lasting, label=label, memory=memory)
-
-    return throw
-
-
-def all_along(job: Job, whole: Whole, memory: str) -> Thrown:
-    """Return what has *whole* last for *job*, at some level that was not had before."""
-    levels: list[int | str] = []
-
-    def throw(dice: random.Random) -> Found:
-        if not levels:
-            levels.extend(whole.levels)
-            dice.shuffle(levels)
-        return one_whole(job, whole, levels.pop(), memory=memory)
-
-    return throw
-
-
-def injections(chosen: Sequence[Thrown], runs: int, dice: random.Random) -> Iterator[Found]:
-    """Yield *runs* injections, each of those chosen once before any comes again."""
-    order: list[Thrown] = []
-    for _ in range(runs if chosen else 0):
-        if not order:
-            order = [*chosen]
-            dice.shuffle(order)
-        yield order.pop()(dice)
+def each_kind(bench: Bench, pairs: Sequence[Pair], dice: random.Random) -> Iterator[Found]:
+    """Yield one injection of each kind, in the first job of some order that it can befall."""
+    mixed = [*pairs]
+    dice.shuffle(mixed)
+    by_kind: dict[str, list[Pair]] = {}
+    for pair in mixed:
+        by_kind.setdefault(pair.kind.name, []).append(pair)
+    for name, some in by_kind.items():
+        if name not in _SLOW:
+            yield from [*islice(filter(None, map(bench.inject, some)), 1)]
 
 
 def show(found: Sequence[Found]) -> None:
     """Print the table, and what is wrong."""
-    console = Console(width=150)
+    console = Console(width=140)
     outcomes = ("right", "refused", "interrupted", "killed", "not reached")
     table = Table("kind", "runs", *outcomes, "faults")
-    for kind in dict.fromkeys(one.kind for one in found):
+    for kind in sorted({one.kind for one in found}):
         of_kind = [one for one in found if one.kind == kind]
         count = Counter(one.outcome for one in of_kind)
         bad = sum(bool(one.faults) for one in of_kind)
         table.add_row(kind, str(len(of_kind)), *(str(count[o]) for o in outcomes), str(bad))
     console.print(table)
-    for one_found in found:
-        for fault in one_found.faults:
-            console.print(
-                f"{one_found.kind} | {one_found.job} | {one_found.at}: {fault}",
-                markup=False,
-                highlight=False,
-            )
+    for one in found:
+        for fault in one.faults:
+            text = f"{one.kind} | {one.job} | {one.at}: {fault}"
+            console.print(text, markup=False, highlight=False)
     console.print(f"{len(found)} injections, {sum(bool(f.faults) for f in found)} with faults")
+
+
+def self_test(bench: Bench, by_name: Mapping[str, Job]) -> bool:
+    """Plant faults in the product; tell whether the judge sees them all."""
+    bench.warm([by_name[name] for name in dict.fromkeys(p.job for p in PLANTED)])
+    missed = unseen(lambda planted: bench.from_the_end(planted, dict(by_name)))
+    print(f"{len(PLANTED)} faults planted; the judge does not see: {', '.join(missed) or 'none'}")
+    return not missed
 
 
 def main() -> int:
@@ -154,33 +100,25 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--kinds", nargs="*", default=[""], help="words of their names")
     parser.add_argument("--jobs", nargs="*", default=[""], help="words of their names")
+    parser.add_argument("--quick", action="store_true", help="each kind once, in a job by chance")
+    parser.add_argument("--self-test", action="store_true", help="plant faults, to see them seen")
     parser.add_argument("--json", type=Path, help="write the outcomes there")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory(dir=_memory()) as home:
-        return _run(arguments, home)
-
-
-def _memory() -> str | None:
-    """Return where there is no disk to wait for."""
-    return "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-
-
-def _run(arguments: argparse.Namespace, memory: str) -> int:
-    found_jobs = [j for n, j in jobs().items() if any(word in n for word in arguments.jobs)]
-    wanted = [word.lower() for word in arguments.kinds]
-    kinds = [k for n, k in KINDS.items() if any(word in n.lower() for word in wanted)]
-    whole = [w for n, w in WHOLE.items() if any(word in n.lower() for word in wanted)]
-    whole = [w for w in whole if can_mount() or not w.is_mounted]
-    for job in found_jobs:  # what is imported at the first use is imported here
-        with tempfile.TemporaryDirectory(dir=memory) as folder:
-            place = site(job, Path(folder))
-            job.begin()
-            job.run(place.root, lambda name: None)
-    thrown = [at_calls(job, kind, memory) for job in found_jobs for kind in kinds]
-    chosen = [one for one in thrown if one is not None]
-    chosen += [all_along(job, w, memory) for job in found_jobs for w in whole if w.jobs(job)]
-    found = list(injections(chosen, arguments.runs, random.Random(arguments.seed)))
+    memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # no disk to wait for
+    by_name = {**jobs(), Hub.name: Hub()}
+    dice = random.Random(arguments.seed)
+    with tempfile.TemporaryDirectory(dir=memory) as folder:
+        bench = Bench(Path(folder), dice)
+        if arguments.self_test and not self_test(bench, by_name):
+            return 1
+        found_jobs = [j for n, j in by_name.items() if any(word in n for word in arguments.jobs)]
+        pairs = [*pairs_of(found_jobs, kinds_of(arguments.kinds))]
+        bench.warm([*{pair.job.name: pair.job for pair in pairs}.values()])
+        if arguments.quick:
+            found = [*each_kind(bench, pairs, dice)]
+        else:
+            found = [*bench.all(pairs, arguments.runs)]
     show(found)
     if arguments.json:
         arguments.json.write_text(json.dumps([f._asdict() for f in found], indent=1))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import redirect_stderr, redirect_stdout
@@ -24,6 +25,7 @@ __all__ = ["DATA", "Job", "Net", "jobs", "registry", "write_checkpoint"]
 DATA = Path(__file__).parents[1] / "tests" / "data"
 VOCABULARY, HIDDEN, INNER, N_EXPERTS, N_LAYERS = 256, 64, 48, 3, 3
 Stage = Callable[[str], None]
+_UNFINISHED = re.compile(r"\..+\.[0-9a-f]{16}\.(part|old)")
 _registry: list[Registry] = []
 
 
@@ -169,6 +171,8 @@ class Job:
     options: Mapping[str, Any] = {}
     model: nn.Module | None = None
     messages: tuple[str, ...] = ()
+    is_local = True
+    """Whether the files that it reads are here from the start."""
     home = ""
     """Below the site, where it writes."""
 
@@ -179,6 +183,13 @@ class Job:
     def begin(self) -> None:
         """Have what is there before the job."""
         self.model = None
+
+    def watched(self, root: Path) -> list[Path]:
+        """Return the folders in which its calls can fail."""
+        return [root]
+
+    def end(self) -> None:
+        """Let go of what the process that began it has beside the site."""
 
     def run(self, root: Path, stage: Stage) -> None:
         """Do it."""
@@ -194,7 +205,7 @@ class Job:
     def left(self, root: Path) -> Iterator[str]:
         """Yield the files below *root* that nobody should find after the job, done or failed."""
         for path in sorted(root.rglob("*")):
-            if path.name.endswith((".part", ".old", ".tmp")):
+            if _UNFINISHED.fullmatch(path.name):
                 yield str(path.relative_to(root))
 
 
@@ -363,9 +374,10 @@ class Export(Job):
         yield from super().left(root)
         out = self.out(root)
         if not out.exists():
-            if self.overwrite:
+            aside = [*out.parent.glob(f".{out.name}.*.old")]  # the next run gives it back
+            if self.overwrite and not aside:
                 yield "lost: what was there before"
-            elif out.parent.exists():
+            elif not self.overwrite and out.parent.exists():
                 yield "new"
             return
         found = {n: t for path in out.glob("*.safetensors") for n, t in load_file(path).items()}
@@ -373,7 +385,7 @@ class Export(Job):
             wanted = {name: value.bfloat16() for name, value in stored(seed).items()}
             if not differing(found, wanted):
                 return
-        yield "out, which is neither the old nor the new"
+        yield "lost: out, which is neither the old nor the new"
 
 
 class Replace(Export):

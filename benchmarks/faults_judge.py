@@ -115,14 +115,19 @@ def clear(
         kind = type(error)
         is_file = isinstance(error, OSError) and error.filename is not None
         if not kind.__module__.startswith("modelquirks.") and not is_file:
-            if isinstance(error, MemoryError) and "planned" not in stages:
-                return  # Python's own is clear enough while nothing is touched
+            if isinstance(error, MemoryError) and stages in ([], ["planned", "loaded"]):
+                return  # while nothing is touched yet, or in a pass, Python's own is clear enough
             where = traceback.extract_tb(error.__traceback__)[-1]
             place_of = f"{Path(where.filename).name}:{where.lineno}"
             yield f"a foreign {kind.__name__}: {text[:200]} ({place_of})"
     names = {Path(call.path).name for call in calls} | {str(place.root)}
-    names |= {path.name for path in place.input.rglob("*")} | {"lm_head", "model.", "tensor"}
-    if "not enough memory" in text:
+    names |= {path.name for path in place.input.rglob("*")} | {
+        "lm_head",
+        "model.",
+        "tensor",
+        "org/name",
+    }
+    if "not enough memory" in text or "standard output" in text:
         return
     if not any(name in text for name in names if name):
         yield f"the error names no file and no tensor: {text[:200]!r}"
@@ -266,7 +271,7 @@ def counted(job: Job, place: Place) -> list[Call]:
     """Return the calls of the job, done in a child."""
 
     def work() -> Told:
-        trap = Trap([place.root])
+        trap = Trap(job.watched(place.root))
         trap.install()
         job.begin()
         job.run(place.root, trap.stage)
@@ -295,7 +300,7 @@ def judged(
         shutil.copytree(place.input, pristine)
 
     def work() -> Told:
-        trap = Trap([place.root])
+        trap = Trap(job.watched(place.root))
         trap.install()
         return attempted(job, place, trap, kind, arm(trap))
 
@@ -327,6 +332,8 @@ def judged(
     left = [*job.left(place.root)]
     if not was_killed:
         faults += [f"left behind: {name}" for name in left]
+    else:
+        faults += [name for name in left if name.startswith("lost")]
     faults += _next_run(job, place, left if was_killed else [])
     faults = [fault.replace("\n", " ")[:2000] for fault in faults]
     return Found(kind.name, job.name, label, outcome, error, tuple(faults))
@@ -334,12 +341,12 @@ def judged(
 
 def _next_run(job: Job, place: Place, left: list[str]) -> Iterator[str]:
     """Yield what is wrong with a run after the fault, and with what it leaves."""
-    if "new/out" not in left:
+    if not any(name.startswith("lost") for name in left):
         job.clear(place.root)
     there = listed(place.root)
 
     def work() -> Told:
-        trap = Trap([place.root])
+        trap = Trap(job.watched(place.root))
         return attempted(job, place, trap, None, list)
 
     _, told = child(work)

@@ -24,7 +24,7 @@ from faults_jobs import Inspect, Job, Materialize, write_checkpoint
 from faults_kinds import Kind, Place
 from safetensors.torch import load_file, save_file
 
-__all__ = ["WHOLE", "Whole", "can_mount", "prepared"]
+__all__ = ["WHOLE", "Disarm", "Level", "Whole", "can_mount", "prepared"]
 
 Level = int | str
 Disarm = Callable[[], list[str]]
@@ -36,8 +36,8 @@ def nothing(hit: Hit, place: Place) -> Any:
 
 
 def everywhere(job: Job) -> bool:
-    """Take every job."""
-    return True
+    """Take every job that serves nothing itself."""
+    return job.is_local
 
 
 def writing(job: Job) -> bool:

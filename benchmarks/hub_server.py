@@ -10,7 +10,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import socket
+import struct
 import threading
+import time
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -23,6 +26,7 @@ __all__ = ["Blob", "HubServer", "Repo", "Seen", "serving"]
 _CHUNK = 1 << 16
 _ENDLESS = 1 << 28
 """Bytes after which even an endless body ends."""
+_STALL_S = 3.0
 
 
 @dataclass(frozen=True)
@@ -99,9 +103,10 @@ class HubServer:
     token: str = "hf_good"
     faults: dict[str, list[str]] = field(default_factory=dict)
     """By a part of the path, in order: a status; ``whole``, as if there were no ranges; ``shift``,
-    a range that was not asked for; ``cut:N``, the connection closed after N bytes; ``short:N``,
-    an answer of N bytes that says it has them all; ``etag``, another state of the file;
-    ``endless``, a body that does not end; ``html``, a page where JSON belongs; ``""``, none."""
+    a range that was not asked for; ``cut:N``, the connection closed after N bytes, ``reset:N``,
+    reset after them, ``stall:N``, left open for some seconds; ``short:N``, an answer of N bytes
+    that says it has them all; ``etag``, another state of the file; ``endless``, a body that does
+    not end; ``html``, a page where JSON belongs; ``""``, none."""
     seen: list[Seen] = field(default_factory=list)
     url: str = ""
     files_url: str = ""
@@ -167,6 +172,8 @@ class _Handler(BaseHTTPRequestHandler):
     def _route(self) -> None:
         url = urlsplit(self.path)
         self.fault = self.hub.fault(url.path)
+        if self.fault.startswith(("reset:0", "stall:0")):
+            return self._break_off(self.fault.partition(":")[0])
         if self.fault.isdigit():
             more = {"Retry_After": "0"} if self.fault in ("429", "503") else {}
             raise _Refused(int(self.fault), "", "ordered by the test", **more)
@@ -287,15 +294,25 @@ class _Handler(BaseHTTPRequestHandler):
         self._begin(status, headers, end - begin)
         if self.command == "HEAD":
             return
-        limit = int(self.fault.partition(":")[2]) if self.fault.startswith("cut:") else -1
+        word, _, n_bytes = self.fault.partition(":")
+        limit = int(n_bytes) if word in ("cut", "reset", "stall") else -1
         for chunk in blob.part(begin, end):
             part = chunk if limit < 0 else chunk[: max(0, limit - self.seen.body_bytes)]
             self.seen.body_bytes += len(part)
             self.wfile.write(part)
             if len(part) < len(chunk):
-                self.wfile.flush()
-                self.close_connection = True
+                self._break_off(word)
                 return
+
+    def _break_off(self, how: str) -> None:
+        self.wfile.flush()
+        self.close_connection = True
+        if how == "stall":
+            time.sleep(_STALL_S)
+        elif how == "reset":  # unsent bytes are thrown away, the other side is told of a reset
+            linger = struct.pack("ii", 1, 0)
+            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+            self.connection.close()
 
     def _send(self, status: int, body: bytes, headers: Mapping[str, str]) -> None:
         self._begin(status, headers, len(body))

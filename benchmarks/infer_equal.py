@@ -44,7 +44,7 @@ Env = Mapping[str, int]
 Positions = Sequence[Any]
 """An array of indices for each dimension."""
 
-_MOST = 1 << 14
+_MOST = 1 << 12
 """Positions that are compared; of a larger tensor so many are drawn."""
 
 

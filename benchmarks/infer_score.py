@@ -9,7 +9,7 @@ from typing import NamedTuple
 from infer_equal import equal
 from infer_listings import Listing
 
-from modelquirks.planner.infer.inference import infer
+from modelquirks.planner.infer.inference import Inference
 from modelquirks.quirks.recipe import Node, Source, TensorType
 
 __all__ = ["Verdict", "dropped", "need_of", "scored", "state_of"]
@@ -25,9 +25,10 @@ class Verdict(NamedTuple):
     right: bool
 
 
-def scored(listing: Listing, full: Mapping[str, TensorType]) -> dict[str, Verdict]:
+def scored(
+    listing: Listing, full: Mapping[str, TensorType], found: Inference
+) -> dict[str, Verdict]:
     """Return the verdict on each tensor of the model; *full* are all stored tensors."""
-    found = infer(listing.stored, listing.model, listing.ties)
     got = {name: (node, c.tier) for c in found.claims for name, node in c.items()}
     partners = {name: group for group in listing.ties for name in group}
     verdicts: dict[str, Verdict] = {}

@@ -14,21 +14,22 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import re
 import sys
 import tempfile
 import time
 import warnings
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from mutations_cases import Case, drawn, run
 from mutations_digest import caught, is_of_weights
-from mutations_judge import BAD, OUTCOMES, shown
+from mutations_judge import BAD, shown
 from mutations_kinds import KINDS
 from mutations_subjects import SUBJECTS
+from mutations_table import as_markdown, print_table
 
 
 def main() -> int:
@@ -53,9 +54,12 @@ def main() -> int:
         if len(rows) % 500 == 0:
             rate = (time.monotonic() - started) / len(rows)
             print(f"  {len(rows)} cases, {rate:.3f} s each", file=sys.stderr, flush=True)
-        if len(rows) == args.cases:
+        if len(rows) == args.cases or time.monotonic() - started > args.seconds:
             break
-    _print(rows, args.seed, time.monotonic() - started)
+    seconds = time.monotonic() - started
+    print_table(rows, f"{len(rows):,} damaged checkpoints, seed {args.seed}, {seconds:.0f} s")
+    if args.markdown is not None:
+        args.markdown.write_text(as_markdown(rows))
     if args.json is not None:
         args.json.write_text(json.dumps({"seed": args.seed, "cases": rows}, indent=1) + "\n")
     return 1 if any(map(_is_bad, rows)) else 0
@@ -78,10 +82,12 @@ def _arguments() -> argparse.Namespace:
     )
     parser.add_argument("--cases", type=int, default=500, help="how many")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seconds", type=float, default=math.inf, help="stop by then, with fewer")
     parser.add_argument("--only", type=int, help="this case alone, with details")
     parser.add_argument("--keep", type=Path, help="with --only: leave the damaged files there")
     parser.add_argument("--kinds", default="", help="regular expression; kinds that fit it wholly")
     parser.add_argument("--subjects", default="", help="the same for subjects")
+    parser.add_argument("--markdown", type=Path, help="file for the table of the documentation")
     parser.add_argument("--json", type=Path, help="file for every case")
     return parser.parse_args()
 
@@ -127,34 +133,6 @@ def _quiet() -> None:
     messages.set_verbosity_error()
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
-
-
-def _print(rows: list[dict[str, Any]], seed: int, seconds: float) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    counts: dict[str, Counter[str]] = {name: Counter() for name in KINDS}
-    for row in rows:
-        key = row["kinds"][0] if len(row["kinds"]) == 1 else "two at once"
-        counts.setdefault(key, Counter())[row["outcome"]] += 1
-    table = Table(title=f"{len(rows):,} damaged checkpoints, seed {seed}, {seconds:.0f} s")
-    table.add_column("damage")
-    for outcome in OUTCOMES:
-        table.add_column(outcome, justify="right")
-    for name, found in counts.items():
-        if found:
-            declared = " *" if name in KINDS and KINDS[name].unseen else ""
-            table.add_row(name + declared, *(str(found[o] or "") for o in OUTCOMES))
-    total: Mapping[str, int] = sum(counts.values(), Counter())
-    table.add_section()
-    table.add_row("all", *(str(total.get(o, 0)) for o in OUTCOMES))
-    Console(width=120).print(table)
-    print("* declared beforehand: no header shows it")
-    seen = Counter(row["digest"] for row in rows if row["outcome"] == "unseen")
-    print(
-        f"Of {seen.total()} unseen, a digest of the right checkpoint tells {seen[True]}, and not "
-        f"{seen[False]}; {seen[None]} are in config.json or the adapter's, of which there is none."
-    )
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -22,7 +22,7 @@ from mutations_judge import Load, Verdict, judged, ours
 from mutations_kinds import KINDS
 from mutations_subjects import SUBJECTS, Subject, subject_named
 
-__all__ = ["Case", "drawn", "made", "run"]
+__all__ = ["Case", "drawn", "each_kind", "made", "run", "usual"]
 
 _GROUPS = (
     mutations_names,
@@ -47,6 +47,7 @@ class Case:
     subject: Subject
     copy: Copy
     device: str
+    seed: object
 
     def told(self) -> str:
         """Say what was done, in one line."""
@@ -64,7 +65,8 @@ def drawn(
     """Return the case *number* of *seed*; None if it is not of these *kinds* and *subjects*."""
     chance = Random(f"{seed}/{number}")
     count = 2 if chance.random() < TWO_AT_ONCE else 1
-    chosen = tuple(chance.choice(sorted(KINDS)) for _ in range(count))
+    chosen = [chance.choice(sorted(KINDS)) for _ in range(count)]
+    chosen.sort(key=lambda name: not KINDS[name].unseen)  # what is to be seen comes last, and lasts
     device = "disk" if chance.random() < ON_DISK else "cpu"
     order = chance.sample(sorted(SUBJECTS), len(SUBJECTS))
     if kinds and not {*chosen} <= {*kinds}:
@@ -81,13 +83,14 @@ def made(
 ) -> Case | None:
     """Return *subject* damaged in these ways; None if it has nothing of the kind."""
     found = subject_named(subject)
-    copy = Copy(found, Random(f"{subject}/{seed}"))
+    copy = Copy(found, Random())
     for kind in kinds:
+        copy.chance = Random(f"{subject}/{seed}/{kind}")
         if not KINDS[kind].apply(copy):
             return None
     if copy.files == dict(found.files):
         return None
-    return Case(number, tuple(kinds), found, copy, device)
+    return Case(number, tuple(kinds), found, copy, device, seed)
 
 
 @cache
@@ -106,6 +109,34 @@ def run(case: Case, folder: Path, *, load: Load = ours) -> Verdict:
     """Write the damaged files to *folder*, load them, and return the verdict."""
     write_files(folder, case.copy.files)
     said = usual(case.subject.name, case.device)
-    return judged(
-        case.subject, folder, case.copy, usual=said, device=case.device, load=load
-    )  # fmt: skip
+    found = judged(case.subject, folder, case.copy, usual=said, device=case.device, load=load)
+    if found.outcome == "unseen" and any(map(_is_seen_alone, _parts(case))):
+        return found._replace(outcome="SILENT")
+    return found
+
+
+def _parts(case: Case) -> Iterator[Case]:
+    """Yield what in a damage of several kinds has to be seen, by itself."""
+    for kind in case.kinds if len(case.kinds) > 1 else ():
+        if not KINDS[kind].unseen:
+            alone = made([kind], case.subject.name, case.seed, device=case.device)
+            if alone is not None:
+                yield alone
+
+
+def _is_seen_alone(case: Case) -> bool:
+    """Tell whether a part, without the other, is more than harmless."""
+    with TemporaryDirectory() as folder:
+        return run(case, Path(folder)).outcome != "harmless"
+
+
+def each_kind(seed: int) -> Iterator[Case]:
+    """Yield a case for every kind of damage, on one of the subjects that it can be done to."""
+    for kind in KINDS:
+        chance = Random(f"{seed}/{kind}")
+        cases = (
+            made([kind], subject, f"{seed}/{attempt}")
+            for attempt in range(20)
+            for subject in chance.sample(sorted(SUBJECTS), len(SUBJECTS))
+        )
+        yield next(case for case in cases if case is not None)

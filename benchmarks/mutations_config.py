@@ -84,9 +84,18 @@ def config_ties(copy: Copy) -> bool:
 def config_another_class(copy: Copy) -> bool:
     if copy.config.get("model_type") != "llama":
         return False
-    kind, name = copy.chance.choice((("gemma", "GemmaForCausalLM"), ("gpt2", "GPT2LMHeadModel")))
-    copy.set_config(model_type=kind, architectures=[name])
-    return copy.tell(f"model_type is {kind!r}", *_names_of(copy))
+    copy.set_config(model_type="gpt2", architectures=["GPT2LMHeadModel"])
+    return copy.tell("model_type is 'gpt2'", *_names_of(copy))
+
+
+@damage("config", unseen=True)
+def config_class_of_the_same_names(copy: Copy) -> bool:
+    """Name another class whose tensors have the same names and shapes, and that computes else."""
+    if copy.config.get("model_type") != "llama" or "quantization_config" in copy.config:
+        return False
+    copy.set_config(model_type="gemma", architectures=["GemmaForCausalLM"])
+    copy.may_be_unseen = copy.behaves_otherwise = True
+    return copy.tell("model_type is 'gemma'", *_names_of(copy))
 
 
 @damage("config")
@@ -183,7 +192,7 @@ def packing_on_plain_weights(copy: Copy) -> bool:
 def packing_of_other_bits(copy: Copy) -> bool:
     if (packing := _packing(copy)) is None or "bits" not in packing:
         return False
-    packing["bits"] = bits = copy.chance.choice([n for n in (2, 3, 8, 5, "x") if n != 4])
+    packing["bits"] = bits = copy.chance.choice((2, 3, 8, 5, "x"))
     copy.set_config(quantization_config=packing)
     return copy.tell(f"bits is {bits}", *_names_of(copy))
 

@@ -16,6 +16,12 @@ from mutations_subjects import Config, Subject
 __all__ = ["Copy", "Place"]
 
 
+def _any(name: str, tensor: torch.Tensor) -> bool:
+    """Fit whatever there is."""
+    del name, tensor
+    return True
+
+
 class Place(NamedTuple):
     """A stored tensor: in which file, under which name."""
 
@@ -95,8 +101,8 @@ class Copy:
     @property
     def index(self) -> dict[str, Any]:
         """A copy of the index."""
-        found: dict[str, Any] = json.loads(self.files[self.index_name or ""])
-        return found
+        found: Any = json.loads(self.files[self.index_name or ""])
+        return found if isinstance(found, dict) else {}
 
     def set_index(self, index: Mapping[str, Any] | str) -> None:
         """Write the index anew."""
@@ -130,7 +136,7 @@ class Copy:
             index = self.index
         except (ValueError, KeyError):  # there is none, or an earlier damage left none
             return
-        if not isinstance(index, dict) or not isinstance(index.get("weight_map"), dict):
+        if not isinstance(index.get("weight_map"), dict):
             return
         kept = {k: v for k, v in index["weight_map"].items() if v != file}
         index["weight_map"] = {**kept, **dict.fromkeys(tensors, file)}
@@ -147,7 +153,7 @@ class Copy:
         }
         self.set_tensors(place.file, held)
 
-    def places(self, fits: Callable[[str, torch.Tensor], bool] = lambda *_: True) -> list[Place]:
+    def places(self, fits: Callable[[str, torch.Tensor], bool] = _any) -> list[Place]:
         """Return every stored tensor that *fits*."""
         return [
             Place(file, name)
@@ -157,7 +163,7 @@ class Copy:
         ]
 
     def pick(
-        self, fits: Callable[[str, torch.Tensor], bool] = lambda *_: True
+        self, fits: Callable[[str, torch.Tensor], bool] = _any
     ) -> tuple[Place, torch.Tensor] | None:
         """Return a stored tensor that *fits*, by chance; None if there is none."""
         found = self.places(fits)

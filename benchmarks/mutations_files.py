@@ -7,7 +7,7 @@ import json
 import struct
 import tempfile
 import zipfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +95,9 @@ def as_torch(files: Mapping[str, bytes]) -> Files:
 def header_of(raw: bytes) -> tuple[Header, bytes]:
     """Return the header of a safetensors file and its data."""
     (length,) = struct.unpack("<Q", raw[:8])
-    header: Header = json.loads(raw[8 : 8 + length])
+    header: Any = json.loads(raw[8 : 8 + length])
+    if not isinstance(header, dict):
+        raise ValueError("the header is no JSON object")
     return header, raw[8 + length :]
 
 
@@ -118,11 +120,10 @@ def members_of(raw: bytes) -> dict[str, bytes]:
         return {name: archive.read(name) for name in archive.namelist()}
 
 
-def with_members(members: Mapping[str, bytes] | Iterable[tuple[str, bytes]]) -> bytes:
+def with_members(members: Mapping[str, bytes]) -> bytes:
     """Return a zip archive of *members*, not compressed, with right checksums."""
     buffer = io.BytesIO()
-    pairs = members.items() if isinstance(members, Mapping) else members
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_STORED) as archive:
-        for name, content in pairs:
+        for name, content in members.items():
             archive.writestr(zipfile.ZipInfo(name), content)
     return buffer.getvalue()

@@ -17,7 +17,7 @@ def _index(copy: Copy) -> tuple[dict[str, Any], str] | None:
         index = copy.index
     except ValueError:
         return None
-    if not isinstance(index, dict) or not isinstance(index.get("weight_map"), dict):
+    if not isinstance(index.get("weight_map"), dict):
         return None
     names = [name for name, file in index["weight_map"].items() if isinstance(file, str)]
     if len(names) < len(index["weight_map"]):

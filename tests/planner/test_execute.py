@@ -675,6 +675,23 @@ def test_a_failure_of_accelerate_leaves_the_model_as_it_was(
     assert torch.equal(model.eval()(WORDS), net.model(WORDS))
 
 
+def test_a_model_on_disk_as_a_whole_is_hooked_as_accelerate_before_1_15_must_be_told(
+    net: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its ``dispatch_model`` refuses one device, the disk, unless hooks are forced."""
+    real = accelerate.dispatch_model
+
+    def older(model: Any, device_map: Any, *, force_hooks: bool = False, **kwargs: Any) -> None:
+        if len(set(device_map.values())) == 1 and "disk" in device_map.values() and not force_hooks:
+            raise ValueError("You are trying to offload the whole model to the disk.")
+        real(model, device_map, force_hooks=force_hooks, **kwargs)
+
+    monkeypatch.setattr(accelerate, "dispatch_model", older)
+    model = net.empty()
+    net.load(model, {"": "disk"})
+    assert torch.equal(model.eval()(WORDS), net.model(WORDS))
+
+
 def test_a_traced_module_gets_back_the_forward_of_its_class(
     tmp_path: Path, located: Located, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -970,6 +987,7 @@ def tiny() -> dict[str, Callable[[], nn.Module]]:
     }
 
 
+@pytest.mark.filterwarnings("ignore:You are calling .generate")  # transformers before 5.1
 @pytest.mark.parametrize("device_map", [{"": "cpu"}, {"": "disk"}, "mixed"], ids=str)
 @pytest.mark.parametrize("name", ["llama", "bert"])
 def test_transformers_models_give_equal_logits(

@@ -21,10 +21,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from modelquirks.planner import Dispatcher, Plan
+from modelquirks.planner import Dispatcher, Plan, wholefile
 from modelquirks.planner.checkpoint.manifest import StoredTensor
 from modelquirks.planner.cli.command import main
-from modelquirks.planner.execution import loaditem, wholefile
+from modelquirks.planner.execution import loaditem
 from modelquirks.planner.execution import materialize as materializing
 from modelquirks.planner.execution.execute import ExecutionError, ExecutionReport, execute
 from modelquirks.planner.execution.loaditem import LoadItem
@@ -472,7 +472,8 @@ from pathlib import Path
 import torch
 from torch import nn
 from modelquirks.planner import Dispatcher
-from modelquirks.planner.execution import materialize, wholefile
+from modelquirks.planner import wholefile
+from modelquirks.planner.execution import materialize
 
 checkpoint, off, kill_at = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 write_all, calls = wholefile._write_all, []

@@ -6,6 +6,8 @@ the same tensors is right, except where it is silently wrong.
 
 from __future__ import annotations
 
+import importlib
+import os
 import re
 import threading
 from collections.abc import Callable, Mapping
@@ -55,6 +57,11 @@ def model_of(class_name: str, settings: Any) -> Any:
     for parameter in model.parameters():
         parameter.data.normal_()
     return model
+
+
+of_the_tested_version = pytest.mark.skipif(
+    bool(os.environ.get("VERSIONS_ROW")), reason="benchmarks/versions.py tries other versions"
+)
 
 
 def stored(model: Any, folder: Path) -> Tensors:
@@ -320,7 +327,7 @@ def test_models_inside_another_module_have_their_rules(tmp_path: Path) -> None:
     reference = Wrapped()
     tensors: Tensors = {}
     for path in ("one", "two"):
-        part = stored(getattr(reference, path), tmp_path)
+        part = stored(getattr(reference, path), tmp_path / path)
         tensors |= {f"{path}.{name}": tensor for name, tensor in part.items()}
     tensors |= {f"own.{name}": tensor for name, tensor in reference.own.state_dict().items()}
     save_file(tensors, tmp_path / "all.safetensors")
@@ -363,7 +370,9 @@ def test_what_cannot_be_traced_is_left_to_transformers(
 ) -> None:
     settings = config("LlamaConfig")
     tensors = stored(model_of("LlamaForCausalLM", settings), tmp_path)
-    rules_of_llama([WeightConverter("mlp.up_proj.weight", "mlp.up_proj.weight", [Reversed()])])
+    rules_of_llama(
+        [WeightConverter("mlp.up_proj.weight", "mlp.up_proj.weight", operations=[Reversed()])]
+    )
     plan, model = planned(tensors, settings, tmp_path / "ours")
     assert plan.ok, plan.refusal()
     opaque = [recipe for recipe in plan.recipes if isinstance(recipe.node, Opaque)]
@@ -383,7 +392,9 @@ def test_building_a_model_to_convert_with_changes_nothing_for_other_threads(
     """Loading threads make other weights meanwhile."""
     settings = config("LlamaConfig", dtype="bfloat16", vocab_size=50)
     tensors = stored(model_of("LlamaForCausalLM", settings).bfloat16(), tmp_path)
-    rules_of_llama([WeightConverter("mlp.up_proj.weight", "mlp.up_proj.weight", [Reversed()])])
+    rules_of_llama(
+        [WeightConverter("mlp.up_proj.weight", "mlp.up_proj.weight", operations=[Reversed()])]
+    )
     plan, model = planned(tensors, settings, tmp_path / "ours")
     seen: list[tuple[torch.dtype, bool]] = []
     usual = transformers.LlamaModel.__init__
@@ -424,6 +435,25 @@ def test_a_digit_that_a_rule_means_literally_renames_that_index_alone(
     assert_same(model, by_transformers("LlamaForCausalLM", settings, old))
 
 
+def test_rules_are_read_from_a_version_that_has_no_group_renames_and_returns_errors_beside(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As transformers 5.0 did; the others up to 5.13 have no group renames."""
+    core = importlib.import_module("transformers.core_model_loading")
+    convert = WeightConverter.convert
+
+    def with_errors(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return convert(self, *args, **kwargs), None
+
+    settings = per_expert("Qwen3MoeConfig")
+    tensors = stored(model_of("Qwen3MoeForCausalLM", settings), tmp_path)
+    monkeypatch.setattr(WeightConverter, "convert", with_errors)
+    monkeypatch.delattr(core, "GroupWeightRename")
+    plan, _ = planned(tensors, settings, tmp_path / "ours")
+    assert plan.ok, plan.refusal()
+    assert "transformers" in [quirk.name for quirk in plan.quirks]
+
+
 def test_a_version_that_lacks_what_the_bridge_needs_is_told_and_the_rest_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -439,6 +469,7 @@ def test_a_version_that_lacks_what_the_bridge_needs_is_told_and_the_rest_goes_on
     plan.execute(model)
 
 
+@of_the_tested_version
 def test_another_version_than_the_tested_one_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -455,6 +486,7 @@ def test_another_version_than_the_tested_one_is_told(
     assert plan.ok
 
 
+@of_the_tested_version
 def test_the_tables_are_those_of_the_tested_version() -> None:
     assert transformers.__version__.startswith(f"{internals.TESTED}.")
     assert internals.lacking() == ()

@@ -248,7 +248,8 @@ class Plan:
         memory, 1 GiB at most. 0 turns that off.
 
         What is kept in CPU memory as the file has it is a view of the mapped file; *copy* makes
-        copies instead, for people who will overwrite the file in place. *load_memory* (256 MiB,
+        copies instead, of offloaded weights for each pass, for people who will overwrite the file
+        in place: nothing is mapped then (docs/faults.md). *load_memory* (256 MiB,
         or for example ``"1GiB"``) is what making the tensors may take beside their own memory.
         *verify* compares ``"samples"`` of each tensor with the files, or ``"full"``: every byte.
         With *digest* (a file that ``modelquirks digest`` wrote, or a
@@ -331,10 +332,12 @@ _ANEW = "make the plan anew with `modelquirks plan … -o FILE`"
 
 def _data(path: Path) -> Any:
     """Return the JSON in the file *path*; PlanError if there is none, or a key of it is twice."""
+    if not path.exists():
+        raise PlanError(f"{str(path)!r} cannot be read: No such file or directory")
     found, raw = read_json(path)
     if isinstance(found, JsonProblem):
-        is_read = found.code != "file-unreadable"
-        text = f"cannot be read as a plan: it {found.text}" if is_read else found.text
+        unread = found.code == "file-unreadable"
+        text = found.text if unread else f"cannot be read as a plan: it {found.text}"
         raise PlanError(f"{str(path)!r} {text}")
     twice: dict[str, bool] = {}
     parse_json(raw.decode("utf-8-sig"), duplicates=twice)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from modelquirks.planner.execution import wholefile
+from modelquirks.planner import wholefile
 from modelquirks.planner.finding import Finding
 from modelquirks.planner.tell import tell
 

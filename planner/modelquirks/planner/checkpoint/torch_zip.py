@@ -109,7 +109,7 @@ def written_as(path: FilePath) -> str:
     try:
         with path.open("rb") as file:
             head = file.read(_LOCAL.size)
-            signature, name_bytes, _ = _LOCAL.unpack(head.ljust(_LOCAL.size, b"\0"))
+            signature, *_, name_bytes, _ = _LOCAL.unpack(head.ljust(_LOCAL.size, b"\0"))
             name = file.read(name_bytes) if signature == b"PK\x03\x04" else b""
     except OSError:
         return ""

@@ -20,8 +20,8 @@ def add_loading(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--copy",
         action="store_true",
-        help="copy what stays in CPU memory unchanged, instead of mapping its file: needed only "
-        "if the file will be overwritten in place while the model is in use",
+        help="copy weights instead of mapping their files, those on disk for each pass: needed "
+        "only if the files will be overwritten in place while the model is in use",
     )
     group.add_argument(
         "--load-memory",

@@ -61,7 +61,8 @@ def hand_over(
         "force_hooks": options.force_hooks,
     }
     if route.hooked:
-        arguments |= {"state_dict": weights, "offload_index": {}}
+        # accelerate below 1.15 gives a model that is on disk as a whole hooks only if it must.
+        arguments |= {"state_dict": weights, "offload_index": {}, "force_hooks": True}
     with _set_aside(loose), _known_keys(route, slots):
         dispatch_model(model, dict(route.device_map), **arguments)
     _hook_loose(loose, route, weights, options)

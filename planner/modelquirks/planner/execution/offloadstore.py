@@ -23,8 +23,8 @@ from typing import Any, NamedTuple
 from modelquirks.planner.checkpoint.manifest import StoredTensor
 from modelquirks.planner.checkpoint.safetensors_header import read_header
 from modelquirks.planner.execution.weightfile import Weight, by_key, file_of
-from modelquirks.planner.execution.wholefile import exclusive, partials, write_whole
 from modelquirks.planner.typed import misfits
+from modelquirks.planner.wholefile import exclusive, partials, write_whole
 
 __all__ = ["FORMAT", "Contents", "OffloadStore"]
 

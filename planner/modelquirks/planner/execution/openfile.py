@@ -33,6 +33,8 @@ __all__ = [
     "Known",
     "MappedFile",
     "ReadError",
+    "elsewhere",
+    "is_another",
     "known_of",
     "long_enough",
 ]
@@ -53,11 +55,29 @@ class FileState(NamedTuple):
 
     size_bytes: int | None
     mtime_ns: int | None
+    identity: tuple[int, int] | None = None
+    """Device and inode, once it was opened."""
 
 
 Known = dict[str, FileState]
 """By the name of the file. Readers that share one agree on what the files are: one that is replaced
 while another is read is found out when it is opened."""
+
+
+def is_another(path: str | os.PathLike[str], state: FileState | None) -> bool:
+    """Tell whether another file has the name of one that was opened."""
+    if state is None or state.identity is None:
+        return False
+    try:
+        status = os.stat(path)
+    except OSError:
+        return True
+    return (status.st_dev, status.st_ino) != state.identity
+
+
+def elsewhere(known: Known) -> Known:
+    """Return what is known, as a copy of a reader may find it: it opens the files anew."""
+    return {name: state._replace(identity=None) for name, state in known.items()}
 
 
 def known_of(shards: Iterable[Shard]) -> Known:
@@ -203,14 +223,14 @@ def _fault(status: os.stat_result, shard: str, known: Known) -> str | None:
         return "is not a file"
     if not status.st_size:
         return "is empty"
-    now = FileState(status.st_size, status.st_mtime_ns)
-    size_bytes, mtime_ns = known.get(shard, now)
+    now = FileState(status.st_size, status.st_mtime_ns, (status.st_dev, status.st_ino))
+    size_bytes, mtime_ns, identity = known.get(shard, now)
     if size_bytes is not None and size_bytes != now.size_bytes:
         return (
             f"had {size_bytes:,} bytes when its header was read and has {now.size_bytes:,}: it was "
             "truncated, replaced or written to since; make the plan again"
         )
-    if mtime_ns is not None and mtime_ns != now.mtime_ns:
+    if mtime_ns not in (None, now.mtime_ns) or identity not in (None, now.identity):
         return (
             "was replaced or written to since its header was read; make the plan again, and load "
             "when nobody writes there"

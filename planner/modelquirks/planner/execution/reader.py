@@ -25,6 +25,7 @@ from modelquirks.planner.execution.openfile import (
     Known,
     MappedFile,
     ReadError,
+    elsewhere,
     long_enough,
 )
 from modelquirks.quirks.recipe import Region, TensorType
@@ -106,14 +107,15 @@ class Reader:
         self._root = root
         self._tensors = tensors
         self._known: Known = {} if known is None else known
-        self._copies = copies
+        # Where there is no preadv (Windows) a file that is mapped cannot be cut off either.
+        self._copies = copies and hasattr(os, "preadv")
         self._files: dict[str, MappedFile | CopiedFile] = {}
         self._forms: dict[str, _Form] = {}
         self._bytes_read = 0
 
     def __getstate__(self) -> tuple[Path, dict[str, StoredTensor], Known, bool]:
         """Return what another process needs: where to look and for what, not what is mapped."""
-        return self._root, dict(self._tensors), dict(self._known), self._copies
+        return self._root, dict(self._tensors), elsewhere(self._known), self._copies
 
     def __setstate__(self, state: tuple[Path, dict[str, StoredTensor], Known, bool]) -> None:
         """Start afresh; files are mapped when something is read."""
@@ -122,7 +124,7 @@ class Reader:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Reader:
         """Return a reader of its own for the same files."""
-        return Reader(self._root, self._tensors, known=dict(self._known), copies=self._copies)
+        return Reader(self._root, self._tensors, known=elsewhere(self._known), copies=self._copies)
 
     @property
     def bytes_read(self) -> int:

@@ -249,7 +249,8 @@ class _Counted:
     def __call__(self, name: str, region: Region | None) -> torch.Tensor:
         tensor = self._reader.read(name, region)
         self.n_bytes += tensor.nbytes
-        self.storages.add(tensor.untyped_storage().data_ptr())
+        if self._reader.is_view(name):
+            self.storages.add(tensor.untyped_storage().data_ptr())
         return tensor
 
 

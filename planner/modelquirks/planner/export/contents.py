@@ -13,7 +13,7 @@ from modelquirks.planner.dispatcher import Dispatcher, OptionError
 from modelquirks.planner.dtypes import BITS, from_torch
 from modelquirks.planner.execution.copies import equal, settle
 from modelquirks.planner.execution.loaditem import LoadItem
-from modelquirks.planner.execution.openfile import known_of
+from modelquirks.planner.execution.openfile import Known, known_of
 from modelquirks.planner.execution.passing import PassingReader
 from modelquirks.planner.execution.perform import items_of
 from modelquirks.planner.execution.preflight import needs, type_faults
@@ -42,6 +42,8 @@ class Contents:
     items: tuple[LoadItem, ...]
     schemes: Mapping[str, Scheme]
     notes: tuple[Finding, ...]
+    known: Known
+    """What the files were when their headers were read."""
     is_changed: bool
     """Whether the weights are other than the configuration beside them says: cast, made for a
     model, put together from a training run."""
@@ -95,8 +97,9 @@ def contents_of(
         items = [*items_of(plan, skeleton_of(model))] if plan.ok else []
         manifest = _with_adapter(manifest, plan)
     schemes = dispatcher.registry.schemes
-    _refuse(plan, manifest, items, schemes)
-    items, notes = _settled(items, plan, manifest, schemes)
+    known = known_of(manifest.shards)
+    _refuse(plan, manifest, items, schemes, known)
+    items, notes = _settled(items, plan, manifest, schemes, known)
     return Contents(
         manifest=manifest,
         items=tuple(items),
@@ -106,6 +109,7 @@ def contents_of(
             *_left_out(plan),
             *notes,
         ),
+        known=known,
         is_changed=model is not None or asked is not None or bool(manifest.places),
     )
 
@@ -129,10 +133,14 @@ def _without_model(naming: Mapping[str, Any], *, dequantize: bool) -> None:
 
 
 def _refuse(
-    plan: Plan, manifest: Manifest, items: Sequence[LoadItem], schemes: Mapping[str, Scheme]
+    plan: Plan,
+    manifest: Manifest,
+    items: Sequence[LoadItem],
+    schemes: Mapping[str, Scheme],
+    known: Known,
 ) -> None:
     """Raise with everything that is in the way."""
-    reader = Reader(manifest.root, manifest.readable, known=known_of(manifest.shards))
+    reader = Reader(manifest.root, manifest.readable, known=known)
     lacking = {item.name: why for item in items if (why := [*_faults(item, reader, schemes)])}
     told = [plan.refusal()] if not plan.ok else []
     if plan.ok and lacking:
@@ -170,12 +178,15 @@ def _still(manifest: Manifest, whole: Sequence[str], count: int) -> Iterator[str
 
 
 def _settled(
-    items: Sequence[LoadItem], plan: Plan, manifest: Manifest, schemes: Mapping[str, Scheme]
+    items: Sequence[LoadItem],
+    plan: Plan,
+    manifest: Manifest,
+    schemes: Mapping[str, Scheme],
+    known: Known,
 ) -> tuple[list[LoadItem], list[Finding]]:
     """Tie copies that are equal, where the model has one tensor and several are stored."""
     if not plan.compare:
         return [*items], []
-    known = known_of(manifest.shards)
     reader = PassingReader(manifest.root, manifest.readable, known=known)
 
     def same(one: LoadItem, other: LoadItem) -> bool:

@@ -17,10 +17,10 @@ from collections.abc import Generator, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from modelquirks.planner.execution.wholefile import sync_folder
 from modelquirks.planner.export.exportreport import ExportError
 from modelquirks.planner.export.sidefiles import is_ours
 from modelquirks.planner.finding import Finding, shown
+from modelquirks.planner.wholefile import sync_folder
 
 if sys.platform != "win32":
     import fcntl

@@ -21,12 +21,11 @@ from modelquirks.planner.execution.executionreport import Clock, peak_memory
 from modelquirks.planner.execution.loaditem import LoadItem
 from modelquirks.planner.execution.loadoptions import LoadOptions
 from modelquirks.planner.execution.nomemory import with_memory
-from modelquirks.planner.execution.openfile import known_of
+from modelquirks.planner.execution.openfile import is_another
 from modelquirks.planner.execution.passing import PassingReader
 from modelquirks.planner.execution.preflight import needs
 from modelquirks.planner.execution.progress import Progress
 from modelquirks.planner.execution.reader import Region
-from modelquirks.planner.execution.wholefile import write_whole
 from modelquirks.planner.export.contents import Contents, contents_of
 from modelquirks.planner.export.exportreport import ExportError, ExportReport
 from modelquirks.planner.export.layout import INDEX, OutFile, index_of, lay_out
@@ -41,6 +40,7 @@ from modelquirks.planner.export.sidefiles import SideFile, about_left_out, side_
 from modelquirks.planner.export.writing import WRITING, Written, write_file
 from modelquirks.planner.finding import Finding
 from modelquirks.planner.placement.memory import parse_size, show_bytes
+from modelquirks.planner.wholefile import write_whole
 
 if TYPE_CHECKING:
     import torch
@@ -137,8 +137,7 @@ class _Job:
         )
         if len(files) > 1:
             beside.append(SideFile(f"{stem}{INDEX}", index_of(files, contents.ties)))
-        known = known_of(manifest.shards)
-        reader = PassingReader(manifest.root, manifest.readable, known=known)
+        reader = PassingReader(manifest.root, manifest.readable, known=contents.known)
         return cls(contents, out, files, beside, loading, reader)
 
     def check_space(self) -> None:
@@ -181,7 +180,13 @@ class _Job:
             manifest.readable[name].shard for item in self.contents.items for name in needs(item)
         }
         shards = [shard for shard in manifest.shards if shard.name in used]
-        if told := [f.message for f in changed(manifest.root, shards, same_place=True)]:
+        told = [f.message for f in changed(manifest.root, shards, same_place=True)]
+        told += [
+            f"{name!r} was replaced."
+            for name in sorted(used)
+            if is_another(manifest.root / name, self.contents.known.get(name))
+        ]
+        if told:
             listed = "\n- ".join(told[:10])
             raise ExportError(
                 f"{str(manifest.path)!r} was changed while it was exported, so nothing was left at "

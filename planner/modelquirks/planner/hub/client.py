@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from huggingface_hub import HfApi, constants, get_hf_file_metadata, hf_hub_url
 from huggingface_hub.errors import HfHubHTTPError, RemoteEntryNotFoundError
@@ -117,17 +117,16 @@ class Client:
                     timeout=constants.HF_HUB_DOWNLOAD_TIMEOUT,
                 )
             )
-            names = tuple(file.rfilename for file in found.siblings or ())
-            name = str(found.id)
-            validate_repo_id(name)  # it becomes the name of a folder, as the commit does
+            told: list[Any] = [found.id, *(file.rfilename for file in found.siblings or ())]
+            validate_repo_id(str(told[0]))  # it becomes the name of a folder, as the commit does
         commit: object = found.sha
         if not isinstance(commit, str) or not COMMIT.fullmatch(commit):
             raise HubFailure(
                 f"the hub gives {brief(commit)} as a commit; 40 hexadecimal digits were meant"
             )
-        if odd := [name for name in names if not isinstance(name, str)]:
-            raise HubFailure(f"the hub lists {brief(odd[0])} as a file; a name was expected")
-        return Listed(name, commit, names)
+        if odd := [name for name in told if not isinstance(name, str)]:
+            raise HubFailure(f"the hub lists a file named {brief(odd[0])}; a text was expected")
+        return Listed(told[0], commit, tuple(told[1:]))
 
     def commit(self, repository: str, revision: str, name: str) -> str | None:
         """Return the commit that *revision* is now, asked by the headers of the file *name*."""

@@ -18,9 +18,9 @@ from huggingface_hub.file_download import repo_folder_name
 from huggingface_hub.utils import validate_repo_id
 
 from modelquirks.planner.checkpoint.index import leaves_folder
-from modelquirks.planner.execution.wholefile import clear_partials, write_whole
 from modelquirks.planner.hub.client import COMMIT, Listed
 from modelquirks.planner.hub.spans import Spans
+from modelquirks.planner.wholefile import clear_partials, write_whole
 
 __all__ = ["Ref", "Store", "cached_commit", "files_below", "snapshot_folder"]
 

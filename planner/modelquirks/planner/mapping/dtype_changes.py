@@ -29,7 +29,7 @@ class _Read(NamedTuple):
 
     stored: str
     planned: str
-    count: int
+    n_tensors: int
     names: Iterable[str]
 
 

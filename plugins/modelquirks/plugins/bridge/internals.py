@@ -38,7 +38,6 @@ _CORE = "transformers.core_model_loading"
 _MAPPING = "transformers.conversion_mapping"
 _NEEDED = {
     _CORE: (
-        "GroupWeightRename",
         "WeightConverter",
         "WeightRenaming",
         "WeightTransform",
@@ -120,9 +119,9 @@ def guards(rules: Rules, names: Iterable[str]) -> None:
     """Let rules that wait for a first name see all *names*, so that order says nothing later.
 
     ``GroupWeightRename`` renames ``norm0`` and ``norm1`` only after it has seen a ``norm0``: what
-    has none was converted before.
+    has none was converted before. Before 5.14 transformers had no such rule.
     """
-    kind = import_module(_CORE).GroupWeightRename
+    kind = getattr(import_module(_CORE), "GroupWeightRename", ())
     waiting = [n for n, rule in enumerate(rules.renamings) if isinstance(rule, kind)]
     listed = list(names) if waiting else []
     for position in waiting:
@@ -154,6 +153,8 @@ def converted(
     for pattern, listed in tensors.items():
         converter.collected_tensors[pattern] = list(listed)
     made = converter.convert(target, model=model, config=model.config)
+    if isinstance(made, tuple):  # early versions of 5 return the errors too, which here are raised
+        made = made[0]
     return {n: value[0] if isinstance(value, list) else value for n, value in made.items()}
 
 
