@@ -20,7 +20,7 @@ _ENDLESS = 16
 
 
 def may_run_on(pattern: str) -> bool:
-    """Tell whether *pattern* has repeats within repeats, or very many of them.
+    r"""Tell whether *pattern* has repeats within repeats, or very many of them.
 
     False for what is no expression at all: that is told where it is used.
 

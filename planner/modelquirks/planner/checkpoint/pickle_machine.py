@@ -128,9 +128,10 @@ def _refuse_repeated(value: Any) -> None:
                 sizes[id(item)] += sum(sizes.get(id(part), 1) for part in parts)
                 continue
             written += len(parts)
-            new = {id(part): part for part in parts if type(part) is Opaque}
-            roots += (new[key] for key in new.keys() - opaque)
-            opaque |= new.keys()
+            for part in parts:
+                if type(part) is Opaque and id(part) not in opaque:
+                    opaque.add(id(part))
+                    roots.append(part)
         reached += sizes.get(id(root), 1)
     if reached > _AGAIN * written + _ALWAYS:
         raise PickleProblem("has a pickle in which lists hold each other many times over")

@@ -100,6 +100,8 @@ class Client:
                 )
             )
             names = tuple(file.rfilename for file in found.siblings or ())
+            if not isinstance(found.id, str):
+                raise TypeError(f"its name is {brief(found.id)}")
             validate_repo_id(found.id)  # it becomes the name of a folder, as the commit does
         if not isinstance(found.sha, str) or not COMMIT.fullmatch(found.sha):
             raise HubFailure(
@@ -140,7 +142,8 @@ class Client:
         it gives is something else.
         """
         got = _Got(begin, end)
-        retried(lambda: self._go_on(remote, got), progress=lambda: len(got.content))
+        with readable(f"bytes of {remote.url!r}"):
+            retried(lambda: self._go_on(remote, got), progress=lambda: len(got.content))
         return Piece(bytes(got.content), got.size)
 
     def _go_on(self, remote: Remote, got: _Got) -> None:
