@@ -124,7 +124,7 @@ def _connected(data: bytes) -> Generator[None]:
     try:
         for name, value in settings.items():
             setattr(constants, name, value)
-        client._PAUSES = (0.0,) * len(pauses)
+        client._PAUSES = (0.0, 0.0, 0.0, 0.0)
         yield
     finally:
         client._PAUSES = pauses

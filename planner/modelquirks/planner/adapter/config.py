@@ -193,8 +193,9 @@ def _is_rank(value: object) -> bool:
 
 
 def _is_alpha(value: object) -> bool:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return is_number and abs(value) < _MOST  # not nan, not infinite
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return False
+    return -_MOST < value < _MOST  # not nan, not infinite
 
 
 def _list(value: object) -> list[Any]:

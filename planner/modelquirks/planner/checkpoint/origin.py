@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+from modelquirks.planner.finding import brief
 
 __all__ = ["HubOrigin"]
 
@@ -44,5 +47,7 @@ class HubOrigin:
     def from_json(cls, data: Mapping[str, Any]) -> HubOrigin:
         """Return what :meth:`to_json` gave; TypeError if it is something else."""
         if not all(isinstance(value, str) for value in data.values()):
-            raise TypeError(f"an origin of strings was expected, found {dict(data)!r:.80}")
+            raise TypeError(f"an origin of strings was expected, found {brief(dict(data), 80)}")
+        if not re.fullmatch("[0-9a-f]{40}", data["commit"]):  # it is the name of a folder
+            raise ValueError(f"{brief(data['commit'])} is no commit: 40 hexadecimal digits")
         return cls(**data)

@@ -219,10 +219,10 @@ def _missing(
 def _missing_experts(listed: Iterable[StateName], models: Iterable[ModelState]) -> Iterator[str]:
     there = {(name.layer, name.expert) for name in listed if name.kind == "expert"}
     counts = next((m.facts.get("num_experts") for m in models if m.saved.readable), None)
-    listed = [n for n in (counts if isinstance(counts, list) else []) if type(n) is int]
-    if sum(max(count, 0) for count in listed) > _MAX_EXPERTS:
+    numbers = [n for n in (counts if isinstance(counts, list) else []) if type(n) is int]
+    if sum(max(count, 0) for count in numbers) > _MAX_EXPERTS:
         return
-    for layer, count in enumerate(listed):
+    for layer, count in enumerate(numbers):
         for expert in range(count):
             if (layer, expert) not in there and (-1, expert) not in there:
                 yield f"layer_{layer}_expert_{expert}_mp_rank_00_model_states.pt"
