@@ -99,7 +99,7 @@ class AdapterConfig:
         if not self.layers or isinstance(self.targets, str) or module in self.targets:
             return True
         patterns = self.layers_patterns or (r"[^.]*",)
-        found = (re.match(rf".*\.{text}\.(\d+)\.", module) for text in patterns)
+        found = (_matched(rf".*\.{text}\.(\d+)\.", module) for text in patterns)
         numbers = [int(match[1]) for match in found if match]
         return bool(numbers) and numbers[0] in self.layers
 
@@ -245,9 +245,13 @@ def _named(names: tuple[str, ...] | str, module: str) -> bool:
 
 
 def _matches(pattern: str, text: str) -> bool:
+    return _matched(pattern, text) is not None
+
+
+def _matched(pattern: str, text: str) -> re.Match[str] | None:
     if len(text) > _LONGEST:  # no module of a model has such a name
-        return False
+        return None
     try:
-        return re.match(pattern, text) is not None
-    except re.error:  # peft would fail on it too
-        return False
+        return re.match(pattern, text)
+    except (re.error, RecursionError, OverflowError):  # peft would fail on it too
+        return None
