@@ -8,13 +8,18 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Generator
+from contextlib import contextmanager
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 from checking import check_manifest
 from guard import scratch
+from huggingface_hub import constants, get_session, set_client_factory
+from huggingface_hub.utils._http import default_client_factory
+
+from modelquirks.planner.hub import client
+from modelquirks.planner.opening import open_checkpoint
 
 __all__ = ["HUB_SEEDS", "hub"]
 
@@ -93,41 +98,43 @@ def _read(library: Any, text: bytes) -> Any:
     return library.Response(status, headers=headers, stream=library.ByteStream(body))
 
 
-_scripts: list[_Script] = []
-
-
-def _connected(data: bytes) -> None:
-    """Have huggingface_hub's session give the answers in *data*."""
-    from huggingface_hub import constants, get_session, set_client_factory
-
-    import modelquirks.planner.hub.client as client
-
-    if not _scripts:
-        library = import_module(type(get_session()).__module__.partition(".")[0])
-        handler: Callable[[Any], Any] = lambda request: _scripts[0](library, request)  # noqa: E731
-        set_client_factory(
-            lambda: library.Client(transport=library.MockTransport(handler), follow_redirects=True)
-        )
-        home = scratch() / "hub"
-        for name, value in {
-            "ENDPOINT": "http://hub.invalid",
-            "HUGGINGFACE_CO_URL_TEMPLATE": "http://hub.invalid/{repo_id}/resolve/{revision}/{filename}",
-            "HF_HOME": str(home),
-            "HF_HUB_CACHE": str(home / "hub"),
-            "HF_ASSETS_CACHE": str(home / "assets"),
-            "HF_TOKEN_PATH": str(home / "token"),
-            "HF_HUB_DISABLE_XET": True,
-        }.items():
+@contextmanager
+def _connected(data: bytes) -> Generator[None]:
+    """Have huggingface_hub's session give the answers in *data*, and keep its things here."""
+    library = import_module(type(get_session()).__module__.partition(".")[0])
+    script = _Script(data)
+    transport = library.MockTransport(lambda request: script(library, request))
+    home = scratch() / "hub"
+    template = "http://hub.invalid/{repo_id}/resolve/{revision}/{filename}"
+    settings = {
+        "ENDPOINT": "http://hub.invalid",
+        "HUGGINGFACE_CO_URL_TEMPLATE": template,
+        "HF_HOME": str(home),
+        "HF_HUB_CACHE": str(home / "hub"),
+        "HF_ASSETS_CACHE": str(home / "assets"),
+        "HF_TOKEN_PATH": str(home / "token"),
+        "HF_HUB_DISABLE_XET": True,
+        "HF_HUB_OFFLINE": False,
+    }
+    before = {name: getattr(constants, name) for name in settings}
+    pauses = client._PAUSES
+    set_client_factory(
+        lambda: library.Client(transport=transport, follow_redirects=True, trust_env=False)
+    )
+    try:
+        for name, value in settings.items():
             setattr(constants, name, value)
-        for name in ("_PAUSES",):
-            setattr(client, name, (0.0,) * 4)
-    _scripts[:] = [_Script(data)]
+        client._PAUSES = (0.0, 0.0, 0.0, 0.0)
+        yield
+    finally:
+        client._PAUSES = pauses
+        for name, value in before.items():
+            setattr(constants, name, value)
+        set_client_factory(default_client_factory)
 
 
 def hub(data: bytes) -> str:
     """Open a repository of which the hub says what *data* has."""
-    from modelquirks.planner.opening import open_checkpoint
-
-    _connected(data)
-    shutil.rmtree(Path(scratch() / "hub"), ignore_errors=True)
-    return check_manifest(open_checkpoint("hf://org/name"), data)
+    shutil.rmtree(scratch() / "hub", ignore_errors=True)
+    with _connected(data):
+        return check_manifest(open_checkpoint("hf://org/name"), data)

@@ -21,6 +21,7 @@ import sys
 import tempfile
 import time
 from dataclasses import asdict, dataclass, field
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -156,8 +157,7 @@ def run_one(target: str, *, engine: str, seconds: float, seed: int, report: Path
         _mutate(session, seed)
         report.write_text(json.dumps(asdict(session.done())), encoding="utf-8")
         return
-    import atheris  # type: ignore[import-not-found,unused-ignore]
-
+    atheris: Any = import_module("atheris")  # which has no types
     with atheris.instrument_imports(include=["modelquirks"]):
         session = Session(target, engine, seconds)
     _atheris(session, report, atheris)

@@ -127,7 +127,7 @@ def _ours() -> Iterator[tuple[str, bytes]]:
         found = json.loads(path.read_text())
         configs += [*found.values()] if path.name == "configs.json" else [found]
     for number in range(len(_CONFIGURED)):
-        for value in configs[:12]:
+        for value in configs[:6]:
             packed = value if "quantization_config" in value else {"quantization_config": value}
             yield "config", bytes([number]) + json.dumps({**base, **packed}).encode()
     yield "config", bytes([128]) + json.dumps(configs[1]).encode()
@@ -136,9 +136,12 @@ def _ours() -> Iterator[tuple[str, bytes]]:
     with tempfile.TemporaryDirectory() as folder:
         saved = Path(folder) / "plan.json"
         for source in ("gptq/v1.safetensors", "files/dcp-hf/hf_2", "deepspeed/zero1_fp32"):
-            plan = Dispatcher().plan(DATA / source, max_memory={0: 1 << 10, "cpu": 1 << 30})
-            plan.save(saved)
+            memory: dict[Any, Any] = {0: 1 << 10, "cpu": 1 << 30}
+            Dispatcher().plan(DATA / source, max_memory=memory).save(saved)
             yield "plan", saved.read_bytes()
+        source = "files/dcp-hf/hf_2"
+        Dispatcher().plan(DATA / source, model=_model(), max_memory={"cpu": 1 << 30}).save(saved)
+        yield "plan", saved.read_bytes()
     record = {"name": "weights-0123456789abcdef.safetensors", "size_bytes": 8, "mtime_ns": 1}
     store = {"format": 1, "fingerprint": "0123456789abcdef" * 4, "checkpoint": {"path": "/c"}}
     text = json.dumps({**store, "files": [{**record, "digest": "00"}]}).encode()
@@ -147,6 +150,18 @@ def _ours() -> Iterator[tuple[str, bytes]]:
     header += b'"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}} '
     yield "offload", b"\x80" + struct.pack("<Q", len(header)) + header + bytes(4)
     yield "spans", b'{"size": 20, "begins": [0, 10], "lengths": [4, 4]}\nabcdefgh'
+
+
+def _model() -> Any:
+    """Return the model that the files of ``hf_2`` are of, nearly: one weight is transposed."""
+    import torch
+
+    with torch.device("meta"):
+        model = torch.nn.Module()
+        model.lin1, model.lin2 = torch.nn.Linear(6, 7), torch.nn.Linear(7, 6)
+        model.emb, model.head = torch.nn.Embedding(13, 6), torch.nn.Linear(6, 13, bias=False)
+        model.scale = torch.nn.Parameter(torch.empty(3))
+    return model
 
 
 def _ggufs() -> Iterator[bytes]:

@@ -81,3 +81,10 @@ def test_digits_of_other_scripts_are_text() -> None:
 
 def test_nothing_has_no_families() -> None:
     assert group([]) == {}
+
+
+def test_families_whose_names_have_the_same_digits_have_members_of_their_own() -> None:
+    """Found by hypothesis: the digits of ``0`` and ``1`` are those of ``0.w1``."""
+    families = group(["0", "0.w1", "1"])
+    assert families["{0}"].members == ((0,), (1,))
+    assert families["{0}.w1"].members == ((0,),)

@@ -11,10 +11,11 @@ from modelquirks.planner.adapter.adapter import Adapter, open_adapter
 from modelquirks.planner.adapter.joint import Joint
 from modelquirks.planner.checkpoint.fingerprint import layout_digest
 from modelquirks.planner.checkpoint.manifest import MARK, Manifest
+from modelquirks.planner.checkpoint.open import CheckpointError
 from modelquirks.planner.checkpoint.openoptions import AS_USUAL, OpenOptions, Weights
 from modelquirks.planner.collector import collector_paused
 from modelquirks.planner.dtypes import from_torch
-from modelquirks.planner.finding import Finding, shown
+from modelquirks.planner.finding import Finding, brief, shown
 from modelquirks.planner.mapping.audit import Audit
 from modelquirks.planner.mapping.derive import Derived, Waivers, derive
 from modelquirks.planner.mapping.fit import DtypeRule
@@ -46,6 +47,9 @@ if TYPE_CHECKING:
     from modelquirks.quirks.library import LibraryRules
 
 __all__ = ["Dispatcher", "OptionError"]
+
+_MAX_DEPTH = 100
+"""Modules within each other: the deepest of released models have about ten."""
 
 
 class OptionError(ValueError):
@@ -134,6 +138,7 @@ class Dispatcher:
         """
         hub = HubOptions(revision, token, subfolder)
         manifest = base = self.manifest(checkpoint, OpenOptions(weights, tag), hub)
+        _refuse_deep(manifest)
         skeleton = _skeleton(model)
         of_adapter, of_base = _apart(aliases)
         renames = [_alias(alias) for alias in of_base]
@@ -352,6 +357,15 @@ class Dispatcher:
                 f"{audit.n_accounted} of {audit.n_model} model tensors are accounted for "
                 f"({audit.coverage:.2%}), {min_coverage:.2%} were asked for",
             )
+
+
+def _refuse_deep(manifest: Manifest) -> None:
+    """Raise CheckpointError for names of modules in modules without end, which no model has."""
+    if deep := [name for name in manifest.families if name.count(".") > _MAX_DEPTH]:
+        raise CheckpointError(
+            f"{manifest.shown!r} names {len(deep)} tensors that are in more than {_MAX_DEPTH} "
+            f"modules, one within the other: {brief(deep[0], 100)}; no model has such names"
+        )
 
 
 def _skeleton(model: torch.nn.Module | Skeleton | None) -> Skeleton | None:

@@ -213,6 +213,9 @@ class Plan:
             faults = [
                 text for name, kind in _KINDS for text in misfits(getattr(plan, name), kind, name)
             ]
+            told = plan.checkpoint
+            faults += [t for key, kind in _TOLD for t in misfits(told[key], kind, f"its {key!r}")]
+            OpenOptions(**told.get("chosen", {}))
             if faults := faults or [*_outside(plan)]:
                 raise TypeError("; ".join(faults[:10]))
             return plan
@@ -309,6 +312,8 @@ _DAMAGE = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError)
 _KINDS: tuple[tuple[str, Any], ...] = (
     ("shards", tuple[Shard, ...]),
     ("layout", str),
+    ("model", ModelFacts | None),
+    ("quirks", tuple[QuirkNote, ...]),
     ("audit", Audit),
     ("placement", Placement),
     ("recipes", tuple[FamilyRecipe, ...]),
@@ -320,6 +325,13 @@ _KINDS: tuple[tuple[str, Any], ...] = (
     ("adapter", AdapterFacts | None),
 )
 """What execution goes by. A plan is a file that people edit."""
+
+_TOLD: tuple[tuple[str, Any], ...] = (
+    *((key, str) for key in ("path", "format")),
+    *((key, int) for key in ("tensors", "families", "shards")),
+    ("total_bytes", int | None),
+)
+"""What is told of the checkpoint."""
 
 
 def _listed(title: str, lines: Sequence[str]) -> str:

@@ -34,6 +34,8 @@ _PART = 4096
 _BETWEEN = bytes(byte for byte in range(256) if byte not in b"0123456789./:\n")
 
 Indices = tuple[tuple[int, ...], ...]
+_Digits = tuple[str, tuple[int, ...], int]
+"""Digits of all names, which of them are indices, and how many there are in a name."""
 
 
 @dataclass(frozen=True)
@@ -47,9 +49,7 @@ class Family:
 
     template: str
     names: tuple[str, ...]
-    _known: dict[tuple[str, tuple[int, ...]], Indices] = field(
-        default_factory=dict, compare=False, repr=False
-    )
+    _known: dict[_Digits, Indices] = field(default_factory=dict, compare=False, repr=False)
     """Members of families that were grouped together: those of companions are the same."""
     _digits: bytes = field(default=b"", compare=False, repr=False)
     """Digits and separators of all names, if they were at hand when it was made."""
@@ -62,7 +62,7 @@ class Family:
         cut = _utf8(_SLOT.sub("\0", self.template)).translate(_SEPARATORS).split(b".")
         slots = tuple(at for at, segment in enumerate(cut) if segment == b"\0")
         digits = (self._digits or _digits(self.names)).decode()
-        known = (digits, slots)
+        known = (digits, slots, len(cut))  # '0', '1' and '0.w1' have the same digits
         if known not in self._known:
             segments = digits.split(".")
             columns = [map(int, segments[slot :: len(cut)]) for slot in slots]
@@ -101,7 +101,7 @@ def grouped(names: Sequence[str], templates: Sequence[str]) -> dict[str, Family]
         for template, found in part.items():
             members.setdefault(template, []).extend(found)
             digits.setdefault(template, []).append(_digits(found))
-    known: dict[tuple[str, tuple[int, ...]], Indices] = {}
+    known: dict[_Digits, Indices] = {}
     families = (
         Family(numbered(raw), tuple(found), known, b".".join(digits[raw]))
         for raw, found in members.items()

@@ -104,7 +104,7 @@ class AdapterConfig:
         if not self.layers or isinstance(self.targets, str) or module in self.targets:
             return True
         patterns = self.layers_patterns or (r"[^.]*",)
-        found = (_match(_layer_pattern(text), module) for text in patterns)
+        found = (_matched(_layer_pattern(text), module) for text in patterns)
         numbers = [int(match[1]) for match in found if match]
         return bool(numbers) and numbers[0] in self.layers
 
@@ -193,9 +193,9 @@ def _is_rank(value: object) -> bool:
 
 def _is_alpha(value: object) -> bool:
     """Tell whether *value* is a number that can scale a weight: NaN would make all of them NaN."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    if not isinstance(value, int | float) or isinstance(value, bool):
         return False
-    return abs(value) < _LARGEST
+    return -_LARGEST < value < _LARGEST  # not nan, not infinite
 
 
 def _patterns(data: Mapping[str, Any]) -> Iterator[str]:
@@ -257,13 +257,13 @@ def _layer_pattern(text: str) -> str:
 
 
 def _matches(pattern: str, text: str) -> bool:
-    return _match(pattern, text) is not None
+    return _matched(pattern, text) is not None
 
 
-def _match(pattern: str, text: str) -> re.Match[str] | None:
+def _matched(pattern: str, text: str) -> re.Match[str] | None:
     if len(text) > _LONGEST:  # no module of a model has such a name
         return None
     try:
         return re.match(pattern, text)
-    except (re.error, OverflowError, RecursionError):  # peft would fail on it too
+    except (re.error, RecursionError, OverflowError):  # peft would fail on it too
         return None

@@ -107,6 +107,8 @@ class RemoteFile:
         while known:  # where the tail meets what was read before
             begin += len(known)
             known = self.spans.at(begin)
+        following = self.spans.next_after(begin)
+        end = end if following is None else min(end, following)
         content, self.spans.size = self._fetch(begin, end)
         self.spans.add(begin, content)
         self.is_new = True

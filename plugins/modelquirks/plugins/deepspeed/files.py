@@ -7,6 +7,7 @@ Source: ``_get_ckpt_name``, ``_get_zero_ckpt_name``, ``_get_expert_ckpt_name`` a
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,8 +26,6 @@ Kind = Literal["model", "zero3-model", "optim", "layer", "expert", "expert-optim
 only, one file a data-parallel rank; ``optim``: one rank's share of the fp32 masters;
 ``layer``: a pipeline layer; ``expert``: one expert; ``expert-optim``: no masters, ZeRO 0 only."""
 
-_MAX_NAME = 255
-"""Of a file: longer ones are errors of the system."""
 _RANKS = r"zero_pp_rank_(?P<dp>\d{1,6})_mp_rank_(?P<mp>\d{2,6})"
 _NAMES: tuple[tuple[Kind, re.Pattern[str]], ...] = (
     ("model", re.compile(r"mp_rank_(?P<mp>\d{2,6})_model_states\.pt")),
@@ -148,8 +147,7 @@ def has_states(path: Path) -> bool:
 def _tagged(path: Path, tag: str, *, said: str) -> Folder:
     tags = _tags(path)
     folder = path / tag
-    too_long = any(len(part) > _MAX_NAME for part in Path(tag).parts)
-    if leaves_folder(tag) or too_long or not _holds_states(folder):
+    if leaves_folder(tag) or not os.path.isdir(folder) or not _holds_states(folder):
         there = f"there are {shown(tags)}" if tags else "there is no other"
         raise CheckpointError(
             f"{str(path)!r}: {said} names {brief(tag, 200)}, which is no folder with files of "

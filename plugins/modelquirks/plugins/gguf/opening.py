@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -62,7 +63,8 @@ def _series(root: Path, name: str) -> tuple[str, ...]:
 
 
 def _opened(root: Path, names: Sequence[str]) -> Opened:
-    there = [name for name in names if (root / name).exists()]
+    present = {*os.listdir(root)} if len(names) > 1 else {*names}
+    there = [name for name in names if name in present]
     absent = [] if len(there) == len(names) else sorted({*names} - {*there})
     headers = [read_header(root / name, shard=name) for name in there]
     facts = next((header.facts for header in headers if header.facts), {})
