@@ -27,9 +27,9 @@ from modelquirks.planner.execution.rowmajor import row_major
 from modelquirks.planner.execution.target import Target
 from modelquirks.planner.execution.weightfile import Weight
 from modelquirks.planner.execution.weights import is_view
-from modelquirks.planner.execution.wholefile import partials
 from modelquirks.planner.finding import Finding, shown
 from modelquirks.planner.placement.memory import show_bytes
+from modelquirks.planner.wholefile import partials
 from modelquirks.quirks.recipe import Stack
 
 __all__ = ["Materialized", "forecast", "materialize"]
