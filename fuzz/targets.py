@@ -6,8 +6,8 @@ A target gives a word for how the input was treated, raises the package's own er
 
 from __future__ import annotations
 
-import io
 import hashlib
+import io
 import json
 import os
 import shutil
