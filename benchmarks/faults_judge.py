@@ -13,7 +13,7 @@ import signal
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -28,6 +28,7 @@ __all__ = ["LIMIT_S", "Found", "State", "Told", "clear", "counted", "digest", "j
 
 LIMIT_S = 60.0
 """Seconds after which a process counts as hanging."""
+_REMOVING = ("unlink", "remove", "rmdir", "scandir", "listdir", "open to read")
 _HOOKS = ("_hf_hook", "_old_forward", "forward", "hf_device_map")
 _FOREIGN = ("Traceback", "Error: [Errno", "hint: set MODELQUIRKS_DEBUG")
 
@@ -41,6 +42,8 @@ class Told(NamedTuple):
     faults: tuple[str, ...] = ()
     fired: bool = True
     messages: tuple[str, ...] = ()
+    kept: tuple[str, ...] = ()
+    """What it tried to remove, or to look into for that, and was not let."""
 
 
 class Found(NamedTuple):
@@ -218,6 +221,9 @@ def attempted(
         faults.append("a KeyboardInterrupt out of nothing")
     if outcome != "right" and "loaded" not in stages:
         faults += state.faults()
+    kept = tuple(call.path for call in trap.fired if call.name in _REMOVING)
+    if outcome != "right" and not (kind and kind.is_whole):
+        faults += _left(job, place, kept)
     may_go_on = not (kind and kind.changes)
     if outcome == "right":
         faults += _wrong(job, place, trap, kind, stages)
@@ -225,7 +231,18 @@ def attempted(
         faults += [f"once more in this process: {text}" for text in _again(job, place, stages)]
     messages = (*job.messages, *log.texts)
     fired = bool(trap.fired) or kind is None or kind.is_whole
-    return Told(outcome, text, tuple(faults), fired, messages)
+    return Told(outcome, text, tuple(faults), fired, messages, kept)
+
+
+def _left(job: Job, place: Place, kept: Sequence[str]) -> list[str]:
+    """Return what was left behind, but what nobody could remove."""
+
+    def is_excused(name: str) -> bool:
+        path = place.root / name
+        near = {path, *path.parents}
+        return any(Path(one) in near or path in Path(one).parents for one in kept)
+
+    return [f"left behind: {name}" for name in job.left(place.root) if not is_excused(name)]
 
 
 def _wrong(job: Job, place: Place, trap: Trap, kind: Kind | None, stages: list[str]) -> list[str]:
@@ -331,11 +348,11 @@ def judged(
     was_killed = outcome in ("killed", "hangs") or label.startswith("killed")
     left = [*job.left(place.root)]
     if not was_killed:
-        faults += [f"left behind: {name}" for name in left]
+        faults += _left(job, place, told.kept if told is not None else ())
     else:
         faults += [name for name in left if name.startswith("lost")]
     faults += _next_run(job, place, left if was_killed else [])
-    faults = [fault.replace("\n", " ")[:2000] for fault in faults]
+    faults = [fault.replace("\n", " ")[:2000] for fault in dict.fromkeys(faults)]
     return Found(kind.name, job.name, label, outcome, error, tuple(faults))
 
 

@@ -139,4 +139,7 @@ def each_kind(seed: int) -> Iterator[Case]:
             for attempt in range(20)
             for subject in chance.sample(sorted(SUBJECTS), len(SUBJECTS))
         )
-        yield next(case for case in cases if case is not None)
+        found = next((case for case in cases if case is not None), None)
+        if found is None:
+            raise RuntimeError(f"{kind!r} can be done to none of the checkpoints")
+        yield found

@@ -7,7 +7,16 @@ import struct
 from typing import Any
 
 from mutations_copy import Copy
-from mutations_files import Header, header_of, is_zip, members_of, with_header, with_members
+from mutations_files import (
+    Header,
+    header_of,
+    is_weights,
+    is_zip,
+    members_of,
+    tensors_in,
+    with_header,
+    with_members,
+)
 from mutations_kinds import damage
 
 _SAME_SIZE = {
@@ -375,16 +384,18 @@ def file_copied_beside(copy: Copy) -> bool:
 
 @damage("files")
 def file_of_a_differently_cut_save(copy: Copy) -> bool:
-    elsewhere = [n for n in copy.subject.elsewhere if n in copy.weights]
-    if not elsewhere:
+    """Put a file of a save that is cut otherwise in the place of one of several."""
+    if copy.index_name is None:
         return False
-    file = copy.chance.choice(elsewhere)
-    if copy.subject.elsewhere[file] == copy.files[file]:
+    others = [name for name in copy.subject.elsewhere if is_weights(name)]
+    file = copy.chance.choice(copy.weights)
+    if not others or {*copy.subject.elsewhere} >= {*copy.weights}:
         return False
-    copy.files[file] = copy.subject.elsewhere[file]
-    if len(copy.weights) == 1:
+    inside, raw = copy.tensors(file), copy.subject.elsewhere[copy.chance.choice(others)]
+    if inside.keys() == tensors_in(file, raw).keys():  # cut alike just here
         return False
-    return copy.tell(f"{file!r} of another save, cut otherwise", file)
+    copy.files[file] = raw
+    return copy.tell(f"{file!r} of another save, cut otherwise", *called(file), *inside)
 
 
 @damage("files", unseen=True)

@@ -39,10 +39,8 @@ def told(case: Any, verdict: Any) -> str:
 def test_every_kind_of_damage_is_refused_reported_harmless_or_declared(
     cases: Any, judge: Any, tmp_path: Path
 ) -> None:
-    verdicts = [
-        (case, cases.run(case, tmp_path / str(number)))
-        for number, case in enumerate(cases.each_kind(seed=1))
-    ]
+    found = enumerate(cases.each_kind(seed=1))
+    verdicts = [(case, cases.run(case, tmp_path / str(number))) for number, case in found]
     assert [told(*pair) for pair in verdicts if pair[1].outcome in judge.BAD] == []
     assert {verdict.outcome for _, verdict in verdicts} == set(judge.OUTCOMES) - set(judge.BAD)
     unseen = [case for case, verdict in verdicts if verdict.outcome == "unseen"]

@@ -63,19 +63,19 @@ Watch = Callable[..., list[Watched]]
 def watched(tmp_path: Path) -> Watch:
     """Give the function that does jobs in a process of its own, which it watches.
 
-    A job is the words of a command, or the path of a checkpoint to open; *beside* is a folder with
+    A job is the words of a command, or the path of a checkpoint to open; *beside* are folders with
     installed packages.
     """
 
     def run(
         *jobs: Sequence[str] | Path,
         environment: Mapping[str, str] | None = None,
-        beside: Path | None = None,
+        beside: Sequence[Path] = (),
     ) -> list[Watched]:
         asked = [{"open": str(j)} if isinstance(j, Path) else {"argv": [*j]} for j in jobs]
         answers = tmp_path.parent / f"{tmp_path.name}-answers.json"
         roots = os.pathsep.join(str(ROOT / layer) for layer in ("quirks", "planner", "plugins"))
-        paths = (None if beside is None else str(beside), os.environ.get("PYTHONPATH"), roots)
+        paths = (*map(str, beside), os.environ.get("PYTHONPATH"), roots)
         path = os.pathsep.join(filter(None, paths))
         kept = {k: v for k, v in os.environ.items() if not k.startswith(("MODELQUIRKS_", "HF_"))}
         done = subprocess.run(

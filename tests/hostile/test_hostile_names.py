@@ -276,3 +276,20 @@ def test_names_in_ascii_look_like_nothing_else(tmp_path: Path) -> None:
     save_file({"a.l1": torch.zeros(2), "a.I1": torch.zeros(2)}, tmp_path / "model.safetensors")
     found = {f.code for f in open_manifest(tmp_path).findings}
     assert not found & {"look-alike", "name-unseen"}
+
+
+@pytest.mark.parametrize("name", ["a.\x7f.weight", "a.\x1b[31m.weight", "a.\n.weight", "a.\u200b"])
+@pytest.mark.parametrize("compact", [True, False])
+def test_a_name_with_what_is_not_seen_is_named_however_the_header_is_written(
+    tmp_path: Path, name: str, compact: bool
+) -> None:
+    path = tmp_path / "model.safetensors"
+    entries = {name: {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}
+    between = (",", ":") if compact else (", ", ": ")
+    text = json.dumps(entries, separators=between, ensure_ascii=False).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + bytes(8))
+
+    manifest = open_manifest(path)
+
+    (finding,) = (f for f in manifest.findings if f.code == "name-unseen")
+    assert f"{name!a}" in finding.message

@@ -224,14 +224,14 @@ def test_texts_of_a_plugin_are_shown_and_do_nothing(
 ) -> None:
     install("evil\x1b[31m", "evil_texts", TEXTS, name="evil")
     install("worse", "evil_fails", FAILS, name="worse")
-    for name in ("evil", "worse"):
-        answers = watched(
-            *(["plugins", "list"], ["plugins", "show", "evil.texts"], ["plugins", "check"]),
-            ["plugins", "list", "--json"],
-            beside=tmp_path / name,
-        )
-        for answer in answers:
-            for line in (answer.out + answer.err).split("\n"):
-                assert clean(line) == line
-                assert not line.startswith("modelquirks: hint: run")
-    assert "evil.texts" in answers[0].out or "RuntimeError" in answers[0].out
+    answers = watched(
+        *(["plugins", "list"], ["plugins", "show", "evil.texts"], ["plugins", "check"]),
+        ["plugins", "list", "--json"],
+        beside=[tmp_path / "evil", tmp_path / "worse"],
+    )
+    for answer in answers:
+        for line in (answer.out + answer.err).split("\n"):
+            assert clean(line) == line
+            assert not line.startswith("modelquirks: hint: run")
+    assert "evil.texts" in answers[0].out
+    assert "RuntimeError" in answers[0].out

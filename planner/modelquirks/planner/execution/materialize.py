@@ -27,8 +27,9 @@ from modelquirks.planner.execution.rowmajor import row_major
 from modelquirks.planner.execution.target import Target
 from modelquirks.planner.execution.weightfile import Weight
 from modelquirks.planner.execution.weights import is_view
-from modelquirks.planner.finding import Finding
+from modelquirks.planner.finding import Finding, shown
 from modelquirks.planner.placement.memory import show_bytes
+from modelquirks.planner.wholefile import partials
 from modelquirks.quirks.recipe import Stack
 
 __all__ = ["Materialized", "forecast", "materialize"]
@@ -142,9 +143,11 @@ def _told(target: Target) -> Generator[None]:
         free = ""
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             free = f" with {show_bytes(target.store().free_bytes())} free"
+        left = shown(path.name for path in partials(target.store().path))
+        rest = f"Left is {left}: the next run removes it" if left else "Nothing new was left there"
         raise ExecutionError(
             f"offload folder {str(target.folder)!r}: {error.strerror or error}{free}. "
-            f"Nothing new was left there. {_WAY_OUT}"
+            f"{rest}. {_WAY_OUT}"
         ) from error
 
 

@@ -25,7 +25,7 @@ from modelquirks.planner.wholefile import sync_folder
 if sys.platform != "win32":
     import fcntl
 
-__all__ = ["check_out", "clear_stale", "existing_parent", "filling"]
+__all__ = ["check_out", "clear_stale", "existing_parent", "filling", "unfinished"]
 
 _WAY_OUT = "name another folder, or replace it with --overwrite (in Python: overwrite=True)"
 
@@ -104,6 +104,11 @@ def filling(out: Path) -> Generator[Path]:
 def existing_parent(out: Path) -> Path:
     """Return the nearest folder above *out* that is there."""
     return next(path for path in out.parents if path.is_dir())
+
+
+def unfinished(out: Path) -> list[Path]:
+    """Return the folders of exports to *out* that are not done: of others, or left behind."""
+    return [path for path in _leftovers(out) if path.suffix == ".part"]
 
 
 def _leftovers(out: Path) -> Iterator[Path]:

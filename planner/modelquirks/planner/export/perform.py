@@ -34,11 +34,12 @@ from modelquirks.planner.export.outfolder import (
     clear_stale,
     existing_parent,
     filling,
+    unfinished,
 )
 from modelquirks.planner.export.readback import READING_BACK, faults
 from modelquirks.planner.export.sidefiles import SideFile, about_left_out, side_files
 from modelquirks.planner.export.writing import WRITING, Written, write_file
-from modelquirks.planner.finding import Finding
+from modelquirks.planner.finding import Finding, shown
 from modelquirks.planner.placement.memory import parse_size, show_bytes
 from modelquirks.planner.wholefile import write_whole
 
@@ -273,7 +274,8 @@ def _told(out: Path) -> Generator[None]:
     except OSError as error:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
         hint = " Make room, or name a folder elsewhere" if full else ""
+        left = shown(map(str, unfinished(out)))
+        rest = f"Left is {left}: the next export removes it" if left else "Nothing was left there"
         raise ExportError(
-            f"{str(out)!r} could not be written: {error.strerror or error}. Nothing was left "
-            f"there.{hint}"
+            f"{str(out)!r} could not be written: {error.strerror or error}. {rest}.{hint}"
         ) from error
