@@ -224,7 +224,7 @@ def test_version_is_that_of_the_distribution(home: Path) -> None:
         (["plan", "tiny", "--dry-run", "--max-memory", "0=24Gb"], "bits or bytes"),
         (["plan", "tiny", "--dry-run", "--max-memory", "cpu"], "has no size"),
         (["plan", "tiny", "--dry-run", "--device-map", "best"], "'best' is none of auto"),
-        (["plan", "tiny", "--dry-run", "--device-map", "tinynet.py"], "'tinynet.py' is no JSON"),
+        (["plan", "tiny", "--dry-run", "--device-map", "tinynet.py"], "'tinynet.py' is not JSON"),
         (["plan", "tiny", "--dry-run", "--dtype", "bf61"], "dtype 'bf61' is not known"),
         (["plan", "tiny", "--dry-run", "--min-coverage", "90"], "not between 0 and 1"),
         (["plan", "tiny", "--dry-run", "--min-coverage", "most"], "'most' is not between 0 and 1"),

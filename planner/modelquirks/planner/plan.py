@@ -205,7 +205,8 @@ class Plan:
         """
         data, _ = read_json(Path(path))
         if isinstance(data, JsonProblem):
-            raise PlanError(f"{str(path)!r} cannot be used as a plan: it {data.text}")
+            what = "" if data.code == "file-unreadable" else "cannot be read as a plan: it "
+            raise PlanError(f"{str(path)!r} {what}{data.text}")
         if (fault := _no_plan(data)) is not None:
             raise PlanError(f"{str(path)!r} {fault}; save one with `modelquirks plan … -o FILE`")
         try:
