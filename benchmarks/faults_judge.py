@@ -223,7 +223,7 @@ def attempted(
         faults += state.faults()
     kept = tuple(call.path for call in trap.fired if call.name in _REMOVING)
     if outcome != "right" and not (kind and kind.is_whole):
-        faults += _left(job, place, kept)
+        faults += _left(job, place, kept, text)
     may_go_on = not (kind and kind.changes)
     if outcome == "right":
         faults += _wrong(job, place, trap, kind, stages)
@@ -234,11 +234,13 @@ def attempted(
     return Told(outcome, text, tuple(faults), fired, messages, kept)
 
 
-def _left(job: Job, place: Place, kept: Sequence[str]) -> list[str]:
+def _left(job: Job, place: Place, kept: Sequence[str], text: str) -> list[str]:
     """Return what was left behind, but what nobody could remove."""
 
     def is_excused(name: str) -> bool:
         path = place.root / name
+        if path.name in text:  # it says so
+            return True
         near = {path, *path.parents}
         return any(Path(one) in near or path in Path(one).parents for one in kept)
 
@@ -348,7 +350,7 @@ def judged(
     was_killed = outcome in ("killed", "hangs") or label.startswith("killed")
     left = [*job.left(place.root)]
     if not was_killed:
-        faults += _left(job, place, told.kept if told is not None else ())
+        faults += _left(job, place, told.kept if told is not None else (), error)
     else:
         faults += [name for name in left if name.startswith("lost")]
     faults += _next_run(job, place, left if was_killed else [])
@@ -377,5 +379,6 @@ def _next_run(job: Job, place: Place, left: list[str]) -> Iterator[str]:
     said = " ".join(told.messages)
     for name in left:
         gone = name in there and not (place.root / name).exists()
-        if gone and Path(name).suffix in (".part", ".old") and Path(name).name not in said:
+        told_of = any(part in said for part in Path(name).parts if part.startswith("."))
+        if gone and Path(name).suffix in (".part", ".old") and not told_of:
             yield f"removed without a word: {name}"

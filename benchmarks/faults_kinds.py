@@ -201,7 +201,7 @@ def in_written(call: Call, place: Place) -> bool:
 
 def at_reading(call: Call, place: Place) -> bool:
     """Take the moments between steps, and what is read of weights after the headers."""
-    moments = ("mmap", "preadv", "pread", "stat", "open to read")
+    moments = ("mmap", "preadv", "pread")
     return call.name in STAGES or (call.name in moments and _is_weights(Path(call.path)))
 
 

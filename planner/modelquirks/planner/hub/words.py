@@ -92,8 +92,8 @@ def _refused(error: HfHubHTTPError, address: Address, client: Client) -> str:
         )
     if status >= 500:
         return (
-            f"{client.endpoint} is in trouble (HTTP {status}: {said}), also after several tries; "
-            "try again later. With HF_HUB_OFFLINE=1 what is cached is used"
+            f"{client.endpoint} is in trouble (HTTP {status}: {said}) over {name}, also after "
+            "several tries; try again later. With HF_HUB_OFFLINE=1 what is cached is used"
         )
     return f"{client.endpoint} answers HTTP {status} for {name}: {said}"
 
