@@ -12,7 +12,7 @@ DOWNLOAD := $(BIN)/python -m pip download -qq --disable-pip-version-check --no-d
 # pyright's wheel holds pyright itself, so it need not ask the network for a newer one.
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
-.PHONY: help setup test demo docs lint check browser clean
+.PHONY: help setup test demo docs lint check browser versions clean
 .DEFAULT_GOAL := help
 
 help:
@@ -23,6 +23,7 @@ help:
 	@echo "make lint    ruff, mypy and pyright"
 	@echo "make check   lint, then test"
 	@echo "make browser install Chromium, for tests that look at pages (Debian, as root)"
+	@echo "make versions  a part of the tests with other versions of the dependencies (hours, GBs)"
 	@echo "make clean   remove $(VENV) and caches"
 
 setup: $(STAMP)
@@ -64,6 +65,10 @@ check: lint test
 browser:
 	@command -v chromium >/dev/null || { \
 	  apt-get -qq update && apt-get -qq install -y --no-install-recommends chromium; }
+
+versions: $(STAMP)
+	$(BIN)/python benchmarks/versions.py
+	$(BIN)/python benchmarks/versions.py --write docs/versions.md
 
 clean:
 	rm -rf $(VENV) dist docs/_build docs/reference/generated .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -121,6 +121,14 @@ EDITS: Mapping[str, Callable[[Arrays], Arrays]] = {
 }
 
 
+def made(title: str, path: Path) -> Path:
+    """Write the file that *title* speaks of, and return its path."""
+    write(path, EDITS[title](tensors()))
+    if "cut off" in title:
+        path.write_bytes(path.read_bytes()[:-1000])
+    return path
+
+
 def by_llama(program: Path, path: Path) -> str:
     """Return what llama.cpp says; empty if it loads the file."""
     done = subprocess.run([program, path], capture_output=True, text=True, check=False)
@@ -172,11 +180,8 @@ def main() -> int:
         libraries = ["-lllama", "-lggml", "-lggml-base"]
         words = [compiler, str(root / "load.cpp"), "-o", str(program), *where, *link, *libraries]
         subprocess.run(words, check=True)
-        for title, edit in EDITS.items():
-            path = root / "model.gguf"
-            write(path, edit(tensors()))
-            if "cut off" in title:
-                path.write_bytes(path.read_bytes()[:-1000])
+        for title in EDITS:
+            path = made(title, root / "model.gguf")
             said[title] = {
                 "llama.cpp": by_llama(program, path),
                 "modelquirks": by_us(path),

@@ -26,7 +26,7 @@ from typing import Any
 
 from mutations_cases import Case, drawn, run
 from mutations_digest import caught, is_of_weights
-from mutations_judge import BAD, shown
+from mutations_judge import BAD, Verdict, shown
 from mutations_kinds import KINDS
 from mutations_subjects import SUBJECTS
 from mutations_table import as_markdown, print_table
@@ -43,7 +43,7 @@ def main() -> int:
     for case in _cases(args):
         with tempfile.TemporaryDirectory(prefix="mutations-", dir=_memory()) as folder:
             verdict = run(case, Path(folder))
-            seen = _digest_sees(case, Path(folder)) if verdict.outcome == "unseen" else None
+            seen = _digest_sees(case, Path(folder), verdict)
         rows.append({
             "number": case.number, "kinds": case.kinds, "subject": case.subject.name,
             "device": case.device, "outcome": verdict.outcome, "digest": seen,
@@ -65,9 +65,10 @@ def main() -> int:
     return 1 if any(map(_is_bad, rows)) else 0
 
 
-def _digest_sees(case: Case, folder: Path) -> bool | None:
-    """Tell whether a digest names what no header shows; None: it is in no file of weights."""
-    if not is_of_weights(case.subject, case.copy):
+def _digest_sees(case: Case, folder: Path, verdict: Verdict) -> bool | None:
+    """Tell whether a digest names what no header shows; None: no value in a file is another."""
+    others = any(text.startswith("values:") for text in verdict.differing)
+    if verdict.outcome != "unseen" or not others or not is_of_weights(case.subject, case.copy):
         return None
     return caught(case.subject, folder)
 

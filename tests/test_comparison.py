@@ -22,7 +22,7 @@ def bench() -> Iterator[Any]:
     before = list(sys.path)
     sys.path.insert(0, str(ROOT / "benchmarks"))
     try:
-        names = ("comparison", "comparison_cases", "comparison_judge")
+        names = ("comparison", "comparison_cases", "comparison_judge", "comparison_gguf")
         yield SimpleNamespace(**{n.rpartition("_")[2]: importlib.import_module(n) for n in names})
     finally:
         sys.path[:] = before
@@ -35,9 +35,9 @@ def root(bench: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def shown() -> dict[str, dict[str, str]]:
-    """Return the table of the page: title → loader → cell."""
-    between = PAGE.partition("<!-- table:")[2].partition("<!-- end of table -->")[0]
+def shown(table: str = "<!-- table:") -> dict[str, dict[str, str]]:
+    """Return a table of the page: title → loader → cell."""
+    between = PAGE.partition(table)[2].partition("<!-- end of table -->")[0]
     rows = [line.strip("| ").split(" | ") for line in between.splitlines() if line[:2] == "| "]
     (_, *loaders), *body = rows
     return {title: dict(zip(loaders, cells, strict=True)) for title, *cells in body}
@@ -71,6 +71,17 @@ def test_no_cell_of_ours_is_wrong_where_headers_tell(bench: Any) -> None:
 def test_a_cell_is_what_is_found_now(title: str, loader: str, bench: Any, root: Path) -> None:
     (case,) = [case for case in bench.cases.CASES if case.title == title]
     assert bench.judge.judged(case, loader, root).cell == shown()[title][loader]
+
+
+def test_our_half_of_the_table_of_gguf_files_is_what_is_found_now(
+    bench: Any, tmp_path: Path
+) -> None:
+    """The half of llama.cpp needs its library: by the command on the page."""
+    table = shown("<!-- gguf table:")
+    assert [*table] == [*bench.gguf.EDITS]
+    for title in table:
+        path = bench.gguf.made(title, tmp_path / "model.gguf")
+        assert bench.gguf.told(bench.gguf.by_us(path)) == table[title]["modelquirks"], title
 
 
 def test_what_is_said_of_the_zoo_is_said_where_it_was_seen() -> None:

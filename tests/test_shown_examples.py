@@ -84,6 +84,19 @@ PYTHON_ELSEWHERE = {
 """Part of a piece of Python → the test that runs it."""
 
 
+OTHERS = {
+    "make demo": "tests/test_demo.py",
+    "make check": "it runs these tests",
+    "make test": "it runs these tests",
+    "pip install": "it needs a network; tests/test_example_package.py installs a package",
+    "python -m pytest modelquirks-acme": "tests/test_example_package.py",
+    "torchrun --standalone": "tests/test_loader_examples.py",
+    "torchrun --nproc-per-node": "tests/plugins/test_distributed_models.py",
+    "torchrun --nnodes 2": "it needs two machines",
+}
+"""How a command of another program begins → the test that runs it, or why none does."""
+
+
 def commands() -> Iterator[Shown]:
     """Yield the calls of ``modelquirks`` that are no console sessions: those are in the guides."""
     for page in PAGES:
@@ -231,3 +244,12 @@ def test_what_is_run_elsewhere_is_shown_and_its_test_is_there() -> None:
         for part, path in elsewhere.items():
             assert any(part in one.text for one in shown), part
             assert (ROOT / path).is_file(), path
+
+
+def test_commands_of_other_programs_are_run_somewhere_or_it_is_said_why_not() -> None:
+    programs = re.compile(r"^ {4,}((?:make|torchrun|pip|python) .*)$", re.MULTILINE)
+    shown = {line for page in PAGES for line in programs.findall(page.read_text(encoding="utf-8"))}
+    assert [line for line in sorted(shown) if not line.startswith(tuple(OTHERS))] == []
+    for start, where in OTHERS.items():
+        assert any(line.startswith(start) for line in shown), start
+        assert all((ROOT / path).is_file() for path in re.findall(r"tests/\S+\.py", where))

@@ -24,6 +24,7 @@ __all__ = [
 
 MAX_JSON_BYTES = 1 << 29
 """Larger files are not read. The index of 208,550 tensors has 20 MB."""
+_ABSENT = "No such file or directory"
 _CONTROLS = bytes(range(32))
 
 
@@ -45,7 +46,7 @@ def read_json(
     problem: JsonProblem | None = None
     match seen.kind:
         case "absent" | "special" | "unreadable":
-            problem = JsonProblem("file-unreadable", f"cannot be read: {seen.trouble or 'no file'}")
+            problem = JsonProblem("file-unreadable", f"cannot be read: {seen.trouble or _ABSENT}")
         case "empty":
             problem = JsonProblem("file-empty", "is empty (0 bytes)")
         case "lfs-pointer":
