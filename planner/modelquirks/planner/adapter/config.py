@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from modelquirks.planner.adapter.expressions import may_run_on
+from modelquirks.planner.expressions import may_run_on
 from modelquirks.planner.finding import brief
 
 __all__ = ["PROMPTS", "AdapterConfig", "Strength", "config_of"]

@@ -13,6 +13,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from modelquirks.planner.checkpoint.place_tensors import dense_stride
+from modelquirks.planner.expressions import may_run_on
 from modelquirks.plugins.deepspeed.parameter import Take
 from modelquirks.plugins.deepspeed.saved import mapping, names, whole
 
@@ -118,7 +119,7 @@ def _fits(pattern: Any, name: str) -> bool:
 @lru_cache(maxsize=1 << 14)
 def _compiled(pattern: str) -> re.Pattern[str]:
     """Compile a pattern of the checkpoint, which may be anybody's: none that takes for ever."""
-    if re.search(r"\)[*+{?]", pattern) or len(re.findall(r"(?<!\\)[*+?{]", pattern)) > 3:
+    if may_run_on(pattern, repeats=3):
         raise _OddPattern(pattern)
     try:
         return re.compile(pattern)

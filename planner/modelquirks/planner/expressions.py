@@ -15,12 +15,14 @@ __all__ = ["may_run_on"]
 _MAX_LETTERS = 20_000
 _MAX_REPEATS = 4
 """Without end, one after the other: as many as those that tools write (``.*?``) have."""
+_MAX_BITS = 16
+"""Of other choices: ``a?`` is one, a choice of four words two; ``a?`` fifty times runs on."""
 _ENDLESS = 16
 """A repeat of more than so many times counts as one without end."""
 
 
-def may_run_on(pattern: str) -> bool:
-    r"""Tell whether *pattern* has repeats within repeats, or very many of them.
+def may_run_on(pattern: str, repeats: int = _MAX_REPEATS) -> bool:
+    r"""Tell whether *pattern* has repeats within repeats, more than *repeats*, or many choices.
 
     False for what is no expression at all: that is told where it is used.
 
@@ -35,35 +37,35 @@ def may_run_on(pattern: str) -> bool:
         return False
     except RecursionError:
         return True
-    return _repeats(parsed) > _MAX_REPEATS
+    endless, bits = _ways(parsed)
+    return endless > repeats or bits > _MAX_BITS
 
 
-def _repeats(parsed: Any) -> int:
-    """Return how many repeats without end follow each other; too many if one is in another."""
-    found = 0
+def _ways(parsed: Any) -> tuple[int, int]:
+    """Return how many repeats without end follow each other, and the bits of other choices.
+
+    A repeat without end of what can be matched in several ways is more than any number of them.
+    """
+    endless = bits = 0
     for operation, argument in parsed:
         name = str(operation)
+        ways = [_ways(part) for part in _parts(argument)]
         if name in ("MAX_REPEAT", "MIN_REPEAT", "POSSESSIVE_REPEAT"):
-            _, most, inner = argument
-            within = _repeats(inner)
-            if int(most) > _ENDLESS:
-                if within or _branches(inner):
-                    return _MAX_REPEATS + 1
-                found += 1
-            found += within
+            least, most = int(argument[0]), int(argument[1])
+            ((inner, choices),) = ways
+            if most <= _ENDLESS:
+                endless += inner * most
+                bits += choices * most + (most - least).bit_length()
+            else:
+                endless += _MAX_LETTERS if inner or choices else 1
         elif name == "BRANCH":
-            found += max(map(_repeats, _parts(argument)), default=0)
+            endless += max((inner for inner, _ in ways), default=0)
+            bits += max((choices for _, choices in ways), default=0)
+            bits += (len(ways) - 1).bit_length()
         else:
-            found += sum(map(_repeats, _parts(argument)))
-    return found
-
-
-def _branches(parsed: Any) -> bool:
-    """Tell whether there is a choice of longer texts in *parsed* (of letters it is a set)."""
-    return any(
-        str(operation) == "BRANCH" or any(map(_branches, _parts(argument)))
-        for operation, argument in parsed
-    )
+            endless += sum(inner for inner, _ in ways)
+            bits += sum(choices for _, choices in ways)
+    return endless, bits
 
 
 def _parts(argument: Any) -> list[Any]:
