@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import pickle
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib import import_module
 from pathlib import Path
 from random import Random
@@ -67,7 +67,7 @@ def test_the_guard_sees_what_it_is_there_for(fuzz: Any, tmp_path: Path) -> None:
     """A check of the checks: a crash, a nameless error, nonsense, memory, and a write outside."""
     guard = fuzz["guard"]
 
-    def kind(run: Any, allowed: tuple[type[BaseException], ...] = ()) -> str:
+    def kind(run: Callable[[bytes], str], allowed: tuple[type[BaseException], ...] = ()) -> str:
         _, problem = guard.attempt(run, b"", allowed)
         return "" if problem is None else str(problem.kind)
 
