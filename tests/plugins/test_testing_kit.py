@@ -192,7 +192,7 @@ def test_a_listing_that_is_none_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ListingError, match=r"no dtype with a shape.*w: F33 \[2\]"):
         Listing({"w": "F33 [2]", "v": "F32 [2]"})
     path = tmp_path / "listing.json"
-    for text, said in (("{", "is no JSON"), ("[]", "has no object 'tensors'")):
+    for text, said in (("{", "is not JSON"), ("[]", "has no object 'tensors'")):
         path.write_text(text)
         with pytest.raises(ListingError, match=said):
             Listing.read(path)

@@ -71,7 +71,7 @@ class RemoteFile:
             size = self.size
             wanted: list[tuple[int, int]] = []
             for begin, end in sorted(ranges):
-                begin += len(self.spans.at(begin))
+                begin = self._unknown_from(begin)
                 following = self.spans.next_after(begin)
                 end = min(end, size, size if following is None else following)
                 if (
@@ -103,15 +103,18 @@ class RemoteFile:
         return position, min(stop, size, size if following is None else following)
 
     def _get(self, begin: int, end: int) -> None:
-        known = self.spans.at(begin)
-        while known:  # where the tail meets what was read before
-            begin += len(known)
-            known = self.spans.at(begin)
+        begin = self._unknown_from(begin)
         following = self.spans.next_after(begin)
         end = end if following is None else min(end, following)
         content, self.spans.size = self._fetch(begin, end)
         self.spans.add(begin, content)
         self.is_new = True
+
+    def _unknown_from(self, position: int) -> int:
+        """Return the first byte from *position* on that is not known: parts may touch."""
+        while known := self.spans.at(position):
+            position += len(known)
+        return position
 
     def open(self) -> BinaryIO:
         """Return it as a file that is open for reading."""
