@@ -12,6 +12,7 @@ import mmap
 import os
 import threading
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -150,7 +151,7 @@ class Trap:
             directory = kwargs.get("dir_fd")
             if directory is not None:
                 path = os.path.join(os.readlink(f"/proc/self/fd/{directory}"), os.fsdecode(path))
-            return self.passed(shown, path, args, lambda *given: inner(*given, **kwargs))
+            return self.passed(shown, path, args, partial(inner, **kwargs))
 
         return call
 

@@ -80,7 +80,7 @@ class State:
         now = {name: tensor for name, tensor, _ in self._tensors(self._model)}
         for name, tensor, values in self._held:
             found = now.get(name)
-            if found is not tensor:
+            if found is None or found is not tensor:
                 yield f"the model: {name} is another tensor than before"
             elif found.is_meta != values.is_meta:
                 yield f"the model: {name} is on {found.device} now"

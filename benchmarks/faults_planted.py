@@ -39,24 +39,28 @@ def _written_in_place() -> Generator[None]:
         yield
 
 
+def _nothing_known(_shards: object) -> dict[str, object]:
+    return {}
+
+
 @contextmanager
 def _never_looking() -> Generator[None]:
     with (
-        patch("modelquirks.planner.execution.perform.changed", lambda *args, **kwargs: []),
-        patch("modelquirks.planner.execution.perform.known_of", lambda shards: {}),
+        patch("modelquirks.planner.execution.perform.changed", return_value=[]),
+        patch("modelquirks.planner.execution.perform.known_of", side_effect=_nothing_known),
     ):
         yield
 
 
 @contextmanager
 def _not_restored() -> Generator[None]:
-    with patch("modelquirks.planner.execution.snapshot.Snapshot.restore", lambda self: None):
+    with patch("modelquirks.planner.execution.snapshot.Snapshot.restore"):
         yield
 
 
 @contextmanager
 def _left_lying() -> Generator[None]:
-    with patch("modelquirks.planner.export.outfolder.shutil.rmtree", lambda *args, **kwargs: None):
+    with patch("modelquirks.planner.export.outfolder.shutil.rmtree"):
         yield
 
 

@@ -64,9 +64,15 @@ class Whole(NamedTuple):
     @property
     def kind(self) -> Kind:
         """The kind as the judge takes it."""
-        return Kind(
-            self.name, nothing, lambda call, place: True, harmless=self.harmless, is_whole=True
-        )
+        return Kind(self.name, nothing, _anywhere, harmless=self.harmless, is_whole=True)
+
+
+def _anywhere(_call: object, _place: object) -> bool:
+    return True
+
+
+def _inspecting(job: Job) -> bool:
+    return isinstance(job, Inspect)
 
 
 def can_mount() -> bool:
@@ -335,6 +341,6 @@ _ALL: tuple[Whole, ...] = (
     Whole("two processes at once", _TWINS, _twin, storing, prepare=_second, harmless=True),
     Whole("two processes, one place", _TWINS[::2], _twin, writing),
     Whole("offload folder that is", _FOLDERS, _freed, storing, prepare=_filled),
-    Whole("standard output full", (0,), _full_output, lambda job: isinstance(job, Inspect)),
+    Whole("standard output full", (0,), _full_output, _inspecting),
 )
 WHOLE = {whole.name: whole for whole in _ALL}

@@ -10,6 +10,7 @@ import json
 import shutil
 from collections.abc import Generator
 from contextlib import contextmanager
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -103,7 +104,7 @@ def _connected(data: bytes) -> Generator[None]:
     """Have huggingface_hub's session give the answers in *data*, and keep its things here."""
     library = import_module(type(get_session()).__module__.partition(".")[0])
     script = _Script(data)
-    transport = library.MockTransport(lambda request: script(library, request))
+    transport = library.MockTransport(partial(script, library))
     home = scratch() / "hub"
     template = "http://hub.invalid/{repo_id}/resolve/{revision}/{filename}"
     settings = {

@@ -290,7 +290,7 @@ def _numbers(data: bytes, rng: random.Random) -> bytes:
     """Write a number at the edge over one that is small: a length, a count, a type."""
     content = bytearray(data)
     size = rng.choice((4, 8))
-    small = [i for i in range(len(content) - size) if content[i + 1 : i + size] == bytes(size - 1)]
+    small = [i for i in range(len(content) - size) if not any(content[i + 1 : i + size])]
     if not small:
         return _bytes(data, rng)
     at = rng.choice(small)

@@ -50,7 +50,7 @@ def dtype_changes(account: Account, manifest: Manifest, *, asked: str | None) ->
 
 def _cast(stored: str, planned: str, count: int, names: Sequence[str]) -> Finding:
     text = f"{_listed(map(repr, names), count)}: stored as {stored}, cast to {planned} as the model"
-    if {stored, planned} == _HALVES:
+    if frozenset((stored, planned)) == _HALVES:
         text += (
             " has it. Neither holds all values of the other. If config.json or the model has the "
             "wrong dtype, change that; if the header has, the values are wrong"
