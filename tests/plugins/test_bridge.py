@@ -177,6 +177,23 @@ def test_experts_are_one_stack_over_all_layers(tmp_path: Path) -> None:
     assert "transformers" in [quirk.name for quirk in plan.quirks]
 
 
+def test_experts_of_which_some_lack_the_prefix_are_stacked_by_number(tmp_path: Path) -> None:
+    """transformers 5.24 sorts whole names, so that ``layers…`` comes before ``model.layers…``."""
+    settings = config("MixtralConfig", num_local_experts=4)
+    right = model_of("MixtralForCausalLM", settings)
+    tensors = stored(right, tmp_path)
+    mixed = renamed_keys(tensors, (r"^model\.(.*experts\.[23]\.)", r"\1"))
+    theirs = by_transformers("MixtralForCausalLM", settings, mixed)
+    assert torch.equal(  # silently
+        theirs.model.layers[0].mlp.experts.down_proj[0],
+        right.model.layers[0].mlp.experts.down_proj[2],
+    )
+    plan, model = planned(mixed, settings, tmp_path / "ours")
+    assert plan.ok, plan.refusal()
+    plan.execute(model)
+    assert_same(model, right)
+
+
 def test_a_gap_in_the_experts_is_refused_where_transformers_renumbers(tmp_path: Path) -> None:
     """transformers 5.24 stacks what it finds in the order of the numbers: 7 becomes 3."""
     settings = config("MixtralConfig", num_local_experts=4)
