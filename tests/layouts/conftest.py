@@ -22,12 +22,12 @@ HERE = ROOT / "tests" / "data" / "manifests"
 COLLECTION = ROOT.parent / "shared" / "data" / "manifests"
 
 
-@pytest.fixture(scope="session")
-def dispatcher() -> Dispatcher:
-    """Give a dispatcher with all quirks that ship, installed or not, without the bridge."""
+@pytest.fixture(scope="session", params=[False, True], ids=["alone", "bridge"])
+def dispatcher(request: pytest.FixtureRequest) -> Dispatcher:
+    """Give a dispatcher with all quirks that ship, without the bridge, and with it."""
     registry = Registry()
     for name, module in PROJECT["entry-points"]["modelquirks"].items():
-        if name not in ("bridge", "transformers"):
+        if request.param or name not in ("bridge", "transformers"):
             registry.register(import_module(module), name=name)
     return Dispatcher(registry)
 

@@ -185,6 +185,12 @@ def test_rivals_are_records_that_nothing_tells_apart() -> None:
     assert [c.kind for c in claims(registered(record(), settled))] == ["override"]
 
 
+def test_a_record_may_go_before_the_rules_of_a_library() -> None:
+    (claim,) = claims(registered(record("acme", overrides=frozenset({"transformers"}))))
+    assert claim.kind == "override"
+    assert "renames before 'transformers' does" in claim.text
+
+
 def test_an_override_of_another_role_does_nothing_and_is_told() -> None:
     over = record("over", Match(any_of=("w",)), role="wrapper", overrides=frozenset({"acme"}))
     (claim,) = claims(registered(record(), over))

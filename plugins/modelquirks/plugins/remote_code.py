@@ -282,6 +282,8 @@ def _mixformer(n_layers: int) -> ModelQuirks:
             f"Phi of {n_layers} layers as MixFormerSequentialForCausalLM: embedding and head are "
             "numbered layers"
         ),
+        # By the prefix alone the library takes layer 1 for its own, which is layer 0 of the model.
+        overrides=frozenset({"transformers"}),
         url=f"{_MODELS}/phi/convert_phi_weights_to_hf.py",
     )
 

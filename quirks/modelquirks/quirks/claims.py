@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import combinations
 from typing import Literal, NamedTuple
 
-from modelquirks.quirks.record import Match
+from modelquirks.quirks.record import LIBRARIES, Match
 from modelquirks.quirks.registry import Registered
 
 __all__ = ["Claim", "claims"]
@@ -40,6 +40,10 @@ def _overrides(registered: Iterable[Registered]) -> Iterator[Claim]:
     by_name = {one.record.name: one for one in registered}
     for one in by_name.values():
         for name in sorted(one.record.overrides):
+            if name in LIBRARIES:
+                text = f"{_told(one)} renames before {name!r} does where both know the names"
+                yield Claim("override", (one.record.name, name), text)
+                continue
             if (other := by_name.get(name)) is None:
                 text = f"{_told(one)} overrides {name!r}, which no plugin gives"
                 yield Claim("idle-override", (one.record.name, name), text)

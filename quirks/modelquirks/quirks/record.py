@@ -31,6 +31,7 @@ from modelquirks.quirks.recipe import (
 )
 
 __all__ = [
+    "LIBRARIES",
     "ROLES",
     "Alias",
     "Convert",
@@ -48,6 +49,9 @@ __all__ = [
 Role = Literal["wrapper", "architecture", "quantization"]
 ROLES: tuple[Role, ...] = get_args(Role)
 """The roles in the order in which they compose."""
+
+LIBRARIES = frozenset({"transformers"})
+"""Names of records that a plugin makes for the model at hand, of the rules of its library."""
 
 _NAME = re.compile(r"[a-z0-9_]+(\.[a-z0-9_]+)*")
 _FACTOR = r"(?:[1-9][0-9]{0,8}|[a-z_]\w*(?:\.[a-z_]\w*)*)"
@@ -204,7 +208,8 @@ class ModelQuirks:
     refuses: tuple[Refusal, ...] = ()
     """Where the packed weights must not be placed, if the model keeps them packed."""
     overrides: frozenset[str] = field(default_factory=frozenset)
-    """Names of records that this one openly replaces."""
+    """Names of records that this one openly replaces. With that of a library (``transformers``) it
+    renames before the library does, which may know the same names for something else."""
     why: str = ""
     """One sentence for people: what this is about."""
     url: str = ""

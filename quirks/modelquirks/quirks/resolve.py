@@ -153,7 +153,7 @@ def resolve(
     packed = _choose(by_role["quantization"], facts, names, request)
     packs = [pack for a in packed for pack in a.record.packs]
     chosen = _choose(by_role["architecture"], facts, names, request)
-    if library is not None:
+    if library is not None and not _goes_before(library, chosen):
         weights = _weights(names, packs)
         taken, left = library.named(names, weights)
         matched = chosen
@@ -189,6 +189,11 @@ def _pass_over(
     names = {a.record.name for a in kept}
     left = (a.record.name for a in before if a.record.name not in names)
     request.passed_over.update(dict.fromkeys(left, why))
+
+
+def _goes_before(library: LibraryRules, chosen: Sequence[Applied]) -> bool:
+    """Tell whether a record is to rename before *library* does."""
+    return any(library.record.name in applied.record.overrides for applied in chosen)
 
 
 def _has_work(
