@@ -21,8 +21,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from modelquirks.planner import Dispatcher
+from modelquirks.planner import Dispatcher, open_manifest
 from modelquirks.planner.cli.command import main
+from modelquirks.planner.digest.digest import Digest
+from modelquirks.planner.digest.hashing import hash_tensors
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -54,6 +56,7 @@ WORDS = {
     "ADAPTER": "adapter",
     "BASE": "whole",
     "OUT": "out",
+    "COPY": "whole",
     " A B": " whole wrapped",
     '{0: "24GiB", "cpu": "64GiB"}': '{"cpu": "64GiB"}',
     'plan("checkpoint"': 'plan("whole"',
@@ -63,6 +66,7 @@ WORDS = {
 COMMANDS_ELSEWHERE = {
     "org/name": "tests/hub/test_hub_reading.py",
     ".gguf": "tests/plugins/test_gguf.py",
+    "plan --schema": "tests/planner/test_plan_schema.py",
     "plugins new acme": "tests/test_example_package.py",
     "--record acme": "tests/planner/test_plugin_commands.py",
     "[": "tests/test_docs.py",  # a synopsis: its options are looked up
@@ -93,6 +97,8 @@ OTHERS = {
     "torchrun --standalone": "tests/test_loader_examples.py",
     "torchrun --nproc-per-node": "tests/plugins/test_distributed_models.py",
     "torchrun --nnodes 2": "it needs two machines",
+    "python benchmarks/faults.py": "tests/test_faults.py runs it with less",
+    "python benchmarks/mutations.py": "tests/test_mutations.py runs it with less",
 }
 """How a command of another program begins → the test that runs it, or why none does."""
 
@@ -107,7 +113,7 @@ def commands() -> Iterator[Shown]:
         ]
         for line in map(str.strip, (*indented, *fenced)):
             if line.startswith("modelquirks "):
-                yield Shown(page.name, line.partition(" # ")[0].strip())
+                yield Shown(page.name, re.split(" # | > ", line)[0].strip())
 
 
 def pieces() -> Iterator[Shown]:
@@ -149,6 +155,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     for name in ("plan", "plan-before", "plan-after"):
         Dispatcher().plan(root / "whole", model=llama(root)).save(root / f"{name}.json")
+    Digest(hash_tensors(open_manifest(root / "whole")).tensors).save(root / "digest.json")
     return root
 
 

@@ -41,7 +41,7 @@ def test_an_index_gives_names_files_and_the_declared_size_in_its_order(tmp_path:
 
 
 UNREADABLE = {
-    "absent": (None, "file-unreadable", "no file"),
+    "absent": (None, "file-unreadable", "No such file"),
     "empty": (b"", "file-empty", "0 bytes"),
     "a git-LFS pointer": (
         b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 35838\n",

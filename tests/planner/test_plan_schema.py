@@ -17,6 +17,7 @@ from torch import nn
 
 from modelquirks.planner import Dispatcher, Plan, PlanError
 from modelquirks.planner.adapter.joint import AdapterFacts, Changed
+from modelquirks.planner.checkpoint.index import leaves_folder
 from modelquirks.planner.checkpoint.manifest import Shard
 from modelquirks.planner.checkpoint.openoptions import OpenOptions
 from modelquirks.planner.checkpoint.origin import HubOrigin
@@ -270,6 +271,7 @@ def test_a_key_that_nobody_knows_is_refused_and_not_ignored(plan_file: Path, whe
 
 WORD = st.text(max_size=6)
 NAME = st.text(min_size=1, max_size=6)
+FILE = NAME.filter(lambda name: not leaves_folder(name))
 COUNT = st.integers(0, 2**63)
 SIZES = st.lists(st.integers(0, 9), max_size=3).map(tuple)
 WORDS = st.lists(WORD, max_size=2).map(tuple)
@@ -408,7 +410,13 @@ PLACEMENT = st.builds(
     ),
     inputs=st.none() | INPUTS,
 )
-HUB = st.builds(HubOrigin, NAME, WORD, SHA, WORD)
+HUB = st.builds(
+    HubOrigin,
+    st.sampled_from(["gpt2", "org/name"]),
+    st.sampled_from(["main", "v1.0", "refs/pr/1"]),
+    SHA.map(lambda text: text[:40]),
+    st.sampled_from(["", "a", "a/b"]),
+)
 CHECKPOINT = st.fixed_dictionaries(
     {
         "path": WORD,
@@ -428,7 +436,7 @@ PLANS = st.builds(
     path=st.just(Path("/")),
     checkpoint=CHECKPOINT,
     shards=st.lists(
-        st.builds(Shard, NAME, st.none() | COUNT, st.none() | COUNT, st.none() | SHA), max_size=2
+        st.builds(Shard, FILE, st.none() | COUNT, st.none() | COUNT, st.none() | SHA), max_size=2
     ).map(tuple),
     layout=SHA,
     model=st.none() | st.builds(ModelFacts, WORD, COUNT),
@@ -456,7 +464,7 @@ PLANS = st.builds(
 )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(plan=PLANS)
 def test_any_plan_keeps_it_and_comes_back_as_it_was(
     plan: Plan, tmp_path_factory: pytest.TempPathFactory

@@ -18,7 +18,11 @@ names = st.lists(literals, min_size=1, max_size=6).map(".".join)
 @st.composite
 def patterns(draw: st.DrawFn) -> str:
     """Draw a pattern with at most one ``**``: with two, several readings of a name can fit."""
-    segments = draw(st.lists(st.one_of(literals, st.sampled_from(["*", "{}"])), max_size=5))
+    segments = draw(
+        st.lists(st.one_of(literals, st.sampled_from(["*", "{}"])), max_size=5).filter(
+            lambda listed: listed.count("*") < 4  # with the ``**`` no more than a pattern may have
+        )
+    )
     for number, segment in enumerate(segments):
         if segment == "{}":
             segments[number] = f"{{x{number}}}"

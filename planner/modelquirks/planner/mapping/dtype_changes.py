@@ -29,7 +29,6 @@ class _Read(NamedTuple):
 
     stored: str
     planned: str
-    n_tensors: int
     names: Iterable[str]
 
 
@@ -39,13 +38,12 @@ def dtype_changes(account: Account, manifest: Manifest, *, asked: str | None) ->
     Packed codes are no concern of this, nor what an adapter adds.
     """
     yield from _uneven(account, manifest)
-    casts: dict[tuple[str, str], tuple[int, list[str]]] = {}
-    for stored, planned, count, names in () if asked is not None else _reads(account, manifest):
-        n, first = casts.get((stored, planned), (0, []))
-        first += islice(names, _LISTED - len(first))
-        casts[stored, planned] = n + count, first
-    for (stored, planned), (n, first) in casts.items():
-        yield _cast(stored, planned, n, first)
+    casts: dict[tuple[str, str], set[str]] = {}
+    for stored, planned, names in () if asked is not None else _reads(account, manifest):
+        casts.setdefault((stored, planned), set()).update(names)
+    for (stored, planned), those in sorted(casts.items()):
+        first = islice(filter(those.__contains__, manifest.tensors), _LISTED)
+        yield _cast(stored, planned, len(those), [*first])
 
 
 def _cast(stored: str, planned: str, count: int, names: Sequence[str]) -> Finding:
@@ -65,14 +63,13 @@ def _reads(account: Account, manifest: Manifest) -> Iterator[_Read]:
         for part in whole.reads:
             planned, packed = whole.fit.type.dtype, whole.fit.scheme is not None
             if (told := _both(part.type.dtype, planned, packed=packed)) is not None:
-                count = len(part.family.names) if part.is_all else len(part.rows)
-                yield _Read(*told, count, part.names)
+                yield _Read(*told, part.names)
     for found in account.judged.values():
         for name in found.reads if found.fit.node is not None else ():
             stored, planned = manifest.tensors[name].dtype, found.fit.type.dtype
             told = _both(stored, planned, packed=found.fit.scheme is not None)
             if told is not None and not name.startswith(MARK):
-                yield _Read(*told, 1, [name])
+                yield _Read(*told, [name])
 
 
 def _both(stored: str | None, planned: str | None, *, packed: bool) -> tuple[str, str] | None:
