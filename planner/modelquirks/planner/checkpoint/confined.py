@@ -45,6 +45,8 @@ def is_outside(path: FilePath) -> bool:
 
 def leads_out(root: FilePath, path: FilePath) -> bool:
     """Tell whether links lead from *path* out of *root*, other than to the blobs of a hub cache."""
+    if isinstance(path, Path) and _lies_in(root, path):
+        return False
     try:
         folder, target = root.resolve(), path.resolve()
     except (OSError, RuntimeError, ValueError):  # a loop of links, a NUL in the name
@@ -52,6 +54,12 @@ def leads_out(root: FilePath, path: FilePath) -> bool:
     if target.is_relative_to(folder):
         return False
     return not _in_hub_cache(folder, target)
+
+
+def _lies_in(root: FilePath, path: Path) -> bool:
+    """Tell whether *path* is right in *root* and no link: nearly all are, at less than resolving."""
+    name = path.name
+    return path.parent == root and name != ".." and "\0" not in name and not path.is_symlink()
 
 
 def _in_hub_cache(folder: FilePath, target: FilePath) -> bool:

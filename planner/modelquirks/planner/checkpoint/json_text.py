@@ -25,7 +25,7 @@ __all__ = [
 MAX_JSON_BYTES = 1 << 29
 """Larger files are not read. The index of 208,550 tensors has 20 MB."""
 _ABSENT = "No such file or directory"
-_CONTROLS = bytes(range(32))
+_CONTROLS = bytes((*range(32), 127))
 
 
 class JsonProblem(NamedTuple):
@@ -97,7 +97,10 @@ def parse_json(
 
 
 def has_controls(raw: bytes) -> bool:
-    """Tell whether there is a control character, which a JSON string must not have in it."""
+    """Tell whether there is a control character in ASCII.
+
+    A JSON string must not have one in it but DEL, which nobody means either.
+    """
     return len(raw.translate(None, _CONTROLS)) != len(raw)
 
 

@@ -30,8 +30,12 @@ class LazyTensors(Mapping[str, "StoredTensor"]):
         shapes: frozenset[tuple[int, ...]],
         layout: tuple[str, ...],
         make: Callable[[], Mapping[str, StoredTensor]],
+        parts: Sequence[LazyTensors] = (),
     ) -> None:
-        """Take what is known; all but *names* is in the order of *names*."""
+        """Take what is known; all but *names* is in the order of *names*.
+
+        *parts* together have the same tensors, and know them by name already.
+        """
         self._names = names
         self._given = types
         self.types = [*types.values()] if isinstance(types, Mapping) else types
@@ -41,6 +45,7 @@ class LazyTensors(Mapping[str, "StoredTensor"]):
         self.layout = layout
         """Equal for two of these only if all tensors of both are at the same places."""
         self._make = make
+        self._parts = parts
 
     @cached_property
     def by_name(self) -> Mapping[str, StoredType]:
@@ -48,6 +53,11 @@ class LazyTensors(Mapping[str, "StoredTensor"]):
         if isinstance(self._given, Mapping):
             return self._given
         return dict(zip(self._names, self.types, strict=True))
+
+    def type_of(self, name: str) -> StoredType:
+        """Return the type of one tensor; KeyError if there is none of that name."""
+        part = next((part for part in self._parts if name in part), self)
+        return part.by_name[name]
 
     @cached_property
     def sizes(self) -> Mapping[str, int]:
@@ -104,4 +114,4 @@ def joined(
 
     shapes = frozenset[tuple[int, ...]]().union(*(part.shapes for part in parts))
     layout = tuple(sorted(line for part in parts for line in part.layout))
-    return LazyTensors(names, types, shapes, layout, made)
+    return LazyTensors(names, types, shapes, layout, made, parts)

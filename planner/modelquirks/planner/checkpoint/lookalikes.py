@@ -42,11 +42,9 @@ def look_alikes(names: Iterable[str], others: Iterable[str]) -> Iterator[Finding
 def about_names(names: Iterable[str]) -> Iterator[Finding]:
     """Yield what is odd about the letters in *names*, of one checkpoint."""
     listed = [*names]
-    text = "".join(listed)
-    # A compact header has no other control characters in it; looking for them takes its time.
-    if text.isascii() and (
-        "\x7f" not in text if isinstance(names, LazyTensors) else text.isprintable()
-    ):
+    # A compact header has no control characters in it; looking for them takes its time.
+    is_plain = str.isascii if isinstance(names, LazyTensors) else _is_plain
+    if all(map(is_plain, listed)):
         return
     odd = [name for name in listed if clean(name) != name]
     if odd:
@@ -55,6 +53,10 @@ def about_names(names: Iterable[str]) -> Iterator[Finding]:
         text = f"names hold characters that do not print or are not seen: {told}{more}."
         yield Finding("name-unseen", "warning", text)
     yield from look_alikes(listed, listed)
+
+
+def _is_plain(name: str) -> bool:
+    return name.isascii() and name.isprintable()
 
 
 def _pairs(names: list[str], others: list[str]) -> Iterator[tuple[str, str]]:

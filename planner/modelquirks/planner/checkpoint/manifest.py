@@ -201,6 +201,12 @@ class Manifest:
             found.setdefault(raw, []).append(type_[-2:])
         return {numbered(raw): types for raw, types in found.items()}
 
+    def dtype_of(self, name: str) -> str | None:
+        """Return the dtype of a tensor, without making all that could be known of the others."""
+        if isinstance(self.tensors, LazyTensors):
+            return self.tensors.type_of(name)[1]
+        return self.tensors[name].dtype
+
     @property
     def _types(self) -> Sequence[Any]:
         """Dtype and shape, behind something else, of each tensor."""

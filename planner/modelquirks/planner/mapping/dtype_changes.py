@@ -66,7 +66,7 @@ def _reads(account: Account, manifest: Manifest) -> Iterator[_Read]:
                 yield _Read(*told, part.names)
     for found in account.judged.values():
         for name in found.reads if found.fit.node is not None else ():
-            stored, planned = manifest.tensors[name].dtype, found.fit.type.dtype
+            stored, planned = manifest.dtype_of(name), found.fit.type.dtype
             told = _both(stored, planned, packed=found.fit.scheme is not None)
             if told is not None and not name.startswith(MARK):
                 yield _Read(*told, [name])
@@ -93,7 +93,7 @@ def _uneven(account: Account, manifest: Manifest) -> Iterator[Finding]:
     used = account.used.names if odd else set[str]()
     odd = [name for name in odd if name in used]
     if odd:
-        each = (f"{name!r} ({manifest.tensors[name].dtype})" for name in odd[:_LISTED])
+        each = (f"{name!r} ({manifest.dtype_of(name)})" for name in odd[:_LISTED])
         text = (
             f"{_listed(each, len(odd))}: of another dtype than most of their kind. If they were "
             "not trained so, their values were cut, or the header is wrong"
