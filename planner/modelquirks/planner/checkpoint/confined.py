@@ -57,7 +57,7 @@ def leads_out(root: FilePath, path: FilePath) -> bool:
 
 
 def _lies_in(root: FilePath, path: Path) -> bool:
-    """Tell whether *path* is right in *root* and no link: nearly all are, at less than resolving."""
+    """Tell whether *path* is right in *root* and no link: nearly all are, and that is quick."""
     name = path.name
     return path.parent == root and name != ".." and "\0" not in name and not path.is_symlink()
 
