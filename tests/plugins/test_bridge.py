@@ -194,6 +194,20 @@ def test_experts_of_which_some_lack_the_prefix_are_stacked_by_number(tmp_path: P
     assert_same(model, right)
 
 
+@pytest.mark.parametrize("odd", ["x", "1x", "1.1"])
+def test_an_expert_without_a_number_is_refused_where_transformers_puts_it_last(
+    odd: str, tmp_path: Path
+) -> None:
+    """transformers 5.24 stacks every name that fits, in the order of the names: 0, 2, 3, x."""
+    settings = config("MixtralConfig", num_local_experts=4)
+    right = model_of("MixtralForCausalLM", settings)
+    renamed = renamed_keys(stored(right, tmp_path), (r"experts\.1\.", f"experts.{odd}."))
+    plan, _ = planned(renamed, settings, tmp_path / "ours")
+    assert not plan.ok
+    assert "model.layers.0.mlp.experts.down_proj" in plan.audit.missing
+    assert f"experts.{odd}.w2.weight' and '" in plan.refusal(), plan.refusal()
+
+
 def test_a_gap_in_the_experts_is_refused_where_transformers_renumbers(tmp_path: Path) -> None:
     """transformers 5.24 stacks what it finds in the order of the numbers: 7 becomes 3."""
     settings = config("MixtralConfig", num_local_experts=4)

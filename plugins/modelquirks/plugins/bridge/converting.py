@@ -65,6 +65,14 @@ class Converting:
             patterns = collected.setdefault((target, by.number), {})
             patterns.setdefault(by.pattern, []).append(name)
         for (name, number), patterns in collected.items():
+            if unlike := next(filter(None, map(_unlike, patterns.values())), None):
+                one, other = unlike
+                text = (
+                    f"transformers would make {name!r} of {one!r} and {other!r}, which are not "
+                    "numbered alike, so that their order is a guess: nothing is made of them"
+                )
+                self.problems[text] = None
+                continue
             yield _Target(name, number, {p: _sorted(names) for p, names in patterns.items()})
 
     def _taken(self) -> Iterator[tuple[str, str, Found]]:
@@ -210,6 +218,18 @@ def _sorted(names: Sequence[str]) -> tuple[str, ...]:
     if all(t == shortest or t.endswith(f".{shortest}") for t in templates):
         return tuple(sorted(names, key=_index))
     return tuple(sorted(names, key=natural_key))
+
+
+def _unlike(names: Sequence[str]) -> tuple[str, str] | None:
+    """Return the name of *names* with another number of indices than most, and one of these.
+
+    ``e.x.w``, ``e.0.w``; None if all have as many.
+    """
+    counts = [len(_index(name)) for name in names]
+    if len({*counts}) == 1:
+        return None
+    (usual, _), (odd, _), *_ = Counter(counts).most_common()
+    return names[counts.index(odd)], names[counts.index(usual)]
 
 
 def _index(name: str) -> Index:
