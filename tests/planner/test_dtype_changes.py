@@ -90,3 +90,20 @@ def test_f32_scales_of_packed_weights_are_as_they_should_be(tmp_path: Path) -> N
     plan = Dispatcher().plan(tmp_path, model=holder, device_map=None, dequantize=True)
     (cast,) = [f.message for f in plan.all_findings if f.code == "dtype-cast"]
     assert "'up.weight_scale': stored as F16" in cast
+
+
+def test_a_scale_in_a_byte_among_scales_that_are_floats_is_named(tmp_path: Path) -> None:
+    """A byte is an exponent, which is right where all are, and another number otherwise."""
+    layers = nn.ModuleList([nn.Linear(4, 4, bias=False) for _ in range(3)]).bfloat16()
+    stored = {
+        f"{n}.{name}": tensor
+        for n in range(3)
+        for name, tensor in (
+            ("weight", torch.zeros(4, 4).to(torch.float8_e4m3fn)),
+            ("weight_scale", torch.ones(4, 1).to(torch.uint8 if n == 1 else torch.float32)),
+        )
+    }
+    save_file(stored, tmp_path / "model.safetensors")
+    plan = Dispatcher().plan(tmp_path, model=layers, device_map=None, dequantize=True)
+    (uneven,) = [f.message for f in plan.all_findings if f.code == "dtype-uneven"]
+    assert "'1.weight_scale' (U8)" in uneven

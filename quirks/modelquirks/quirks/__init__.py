@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     )
     from modelquirks.quirks.recipe_json import from_json, to_json
     from modelquirks.quirks.record import (
+        LIBRARIES,
         ROLES,
         Alias,
         Convert,
@@ -80,6 +81,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "GROUP",
+    "LIBRARIES",
     "ROLES",
     "Alias",
     "Binding",

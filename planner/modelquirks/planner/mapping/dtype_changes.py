@@ -103,7 +103,9 @@ def _uneven(account: Account, manifest: Manifest) -> Iterator[Finding]:
 
 def _minority(family: Family, dtypes: Sequence[str | None]) -> list[str]:
     eight = all((dtype or "").startswith("F8_E") for dtype in dtypes)
-    if len({*dtypes}) < 2 or not (eight or all(map(_is_plain, dtypes))):
+    # Of weights some may be packed and the rest not; scales are all numbers, or all exponents.
+    scales = "scale" in family.template.rpartition(".")[2]
+    if len({*dtypes}) < 2 or not (eight or scales or all(map(_is_plain, dtypes))):
         return []
     ((usual, _),) = Counter(dtypes).most_common(1)
     return [name for name, dtype in zip(family.names, dtypes, strict=True) if dtype != usual]
