@@ -158,7 +158,7 @@ class Copy:
         return [
             Place(file, name)
             for file in self.flat
-            for name, tensor in self.tensors(file).items()
+            for name, tensor in sorted(self.tensors(file).items())  # a reader may give any order
             if fits(name, tensor)
         ]
 

@@ -396,6 +396,32 @@ def test_a_stale_file_beside_the_checkpoint_is_named_with_the_reason_and_the_rem
     assert ([*other.tensors], other.findings) == (["t"], ())
 
 
+@pytest.mark.parametrize(
+    ("taken", "other"),
+    [
+        ("model.safetensors", "model-old.safetensors"),
+        ("model.safetensors", "backup.pt"),
+        ("pytorch_model.bin", "old.bin"),
+        ("model.safetensors.index.json", "old.safetensors"),
+    ],
+)
+def test_every_weight_file_that_is_not_read_is_named(
+    taken: str, other: str, tmp_path: Path
+) -> None:
+    if taken.endswith(".json"):
+        sharded(tmp_path)
+    else:
+        put(tmp_path, taken, **W) if taken.endswith(".safetensors") else torch_file(tmp_path, taken)
+    put(tmp_path, other, stale=(1,)) if other.endswith("tensors") else torch_file(tmp_path, other)
+
+    manifest = open_manifest(tmp_path)
+
+    assert "stale" not in manifest.tensors
+    text = found(manifest)["rival-weights"][1]
+    assert f"{taken!r} was taken" in text
+    assert f"Not taken: {other!r};" in text
+
+
 def test_a_single_file_beside_an_index_is_named(tmp_path: Path) -> None:
     """accelerate 1.15 silently loads the single file here."""
     sharded(tmp_path)

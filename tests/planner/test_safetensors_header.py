@@ -178,6 +178,7 @@ FAULTS: dict[str, tuple[Any, int, str, str]] = {
     "a bool as length": ({"w": entry(shape=[True, 2])}, 8, "shape-invalid", "'w' ([True, 2])"),
     "a shape that is a string": ({"w": entry(shape="")}, 8, "shape-invalid", "'w' ('')"),
     "a length above 64 bits": ({"w": entry(shape=[0, 1 << 64])}, 0, "shape-invalid", "'w'"),
+    "65 dimensions": ({"w": entry(shape=[2] + [1] * 64)}, 8, "shape-invalid", "'w' (65 dim"),
     "a product above 64 bits": (
         {"w": entry(shape=[1 << 62, 1 << 62, 0], data_offsets=[0, 0])},
         0,
@@ -267,9 +268,10 @@ def test_a_broken_rule_is_an_error_that_names_file_and_tensor(
 def test_the_library_refuses_the_same_files(
     tmp_path: Path, header: Any, n_data: int, request: pytest.FixtureRequest
 ) -> None:
-    """It takes entries that are lists, and extra fields of any kind, where we do not."""
+    """It takes entries that are lists, extra fields of any kind, and shapes that torch cannot."""
     case = request.node.callspec.id
-    expected_readable = case in ("an entry that is a list", "a further field that is nested")
+    read = ("an entry that is a list", "a further field that is nested", "65 dimensions")
+    expected_readable = case in read
     path = written(tmp_path, file_bytes(header, bytes(n_data)))
 
     assert (by_library(path) is not None) == expected_readable

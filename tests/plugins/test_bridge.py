@@ -208,6 +208,37 @@ def test_an_expert_without_a_number_is_refused_where_transformers_puts_it_last(
     assert f"experts.{odd}.w2.weight' and '" in plan.refusal(), plan.refusal()
 
 
+def test_experts_of_which_one_is_named_by_another_word_are_refused(tmp_path: Path) -> None:
+    """transformers 5.24 stacks them in the order of the words: e0, e2, e3, f1."""
+    settings = config("MixtralConfig", num_local_experts=4)
+    right = model_of("MixtralForCausalLM", settings)
+    renames = [(r"experts\.([0-9])\.", r"experts.e\1."), (r"experts\.e1\.", "experts.f1.")]
+    plan, _ = planned(renamed_keys(stored(right, tmp_path), *renames), settings, tmp_path / "ours")
+    assert not plan.ok
+    assert "model.layers.0.mlp.experts.down_proj" in plan.audit.missing
+    assert "experts.f1.w2.weight' and '" in plan.refusal(), plan.refusal()
+
+
+def test_experts_numbered_within_words_are_stacked_by_number(tmp_path: Path) -> None:
+    settings = config("MixtralConfig", num_local_experts=12)
+    right = model_of("MixtralForCausalLM", settings)
+    renamed = renamed_keys(stored(right, tmp_path), (r"experts\.([0-9]+)\.", r"experts.e\1_of."))
+    plan, model = planned(renamed, settings, tmp_path / "ours")
+    plan.load_into(model)
+    assert_same(model, right)
+
+
+def test_what_keeps_transformers_from_making_a_tensor_is_named(tmp_path: Path) -> None:
+    settings = config("MixtralConfig", num_local_experts=4, num_hidden_layers=2)
+    right = stored(model_of("MixtralForCausalLM", settings), tmp_path)
+    lacking, turned = (f"model.layers.{n}.block_sparse_moe.experts.0.w1.weight" for n in (0, 1))
+    del right[lacking]
+    right[turned] = right[turned].T.contiguous()
+    plan, _ = planned(right, settings, tmp_path / "ours")
+    assert f"(not there: '{lacking}')" in plan.refusal(), plan.refusal()
+    assert f"(unlike its siblings: '{turned}')" in plan.refusal()
+
+
 def test_a_gap_in_the_experts_is_refused_where_transformers_renumbers(tmp_path: Path) -> None:
     """transformers 5.24 stacks what it finds in the order of the numbers: 7 becomes 3."""
     settings = config("MixtralConfig", num_local_experts=4)

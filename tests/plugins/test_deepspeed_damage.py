@@ -491,6 +491,28 @@ def test_a_universal_checkpoint_without_a_parameter_names_it(
     assert "'lin2.bias'" in said(read_structure(folder), "parameter-missing")
 
 
+def test_a_universal_checkpoint_without_the_file_of_its_optimizer_is_still_one(
+    copied: Callable[[str], Path],
+) -> None:
+    folder = copied("universal_from_zero3")
+    (folder / "zero" / "optimizer_state.pt").unlink()
+    structure = read_structure(folder)
+    assert not errors(structure)
+    assert "'zero/optimizer_state.pt' is missing" in said(structure, "not-loaded")
+
+
+@pytest.mark.parametrize("case", ["universal_from_zero3", "zero1_fp32", "zero3_fp32"])
+def test_another_file_under_the_name_of_model_states_is_named(
+    case: str, copied: Callable[[str], Path]
+) -> None:
+    folder = copied(case)
+    model = next(folder.glob("*model_states.pt"))
+    torch.save({"param": torch.ones(3)}, model)
+    text = said(read_structure(folder), "state-invalid")
+    assert f"{model.name!r} has no 'module'" in text
+    assert "it holds 'param'" in text
+
+
 def test_a_universal_checkpoint_of_round_robin_gradients_is_refused() -> None:
     structure = read_structure(DATA / "universal_from_round_robin")
     assert "wrong names" in said(structure, "round-robin-universal")

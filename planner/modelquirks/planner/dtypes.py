@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 __all__ = [
     "BITS",
     "FLOATS",
+    "MAX_DIMS",
     "from_torch",
     "is_cast",
     "is_float",
@@ -52,6 +53,9 @@ BITS: dict[str, int] = {
 
 FLOATS = frozenset(name for name in BITS if name[0] == "F" or name == "BF16")
 """Real floating-point dtypes: those that a cast may go between."""
+
+MAX_DIMS = 64
+"""Dimensions of a tensor, as torch allows them; a file that tells of more is not believed."""
 
 _TORCH: dict[str, str] = {
     "BOOL": "bool",

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 from modelquirks.planner.checkpoint.header_rules import DTYPES
 from modelquirks.planner.checkpoint.json_text import has_controls, parse_json
 from modelquirks.planner.checkpoint.lazy_tensors import StoredType
+from modelquirks.planner.dtypes import MAX_DIMS
 
 __all__ = ["Columns", "compact_columns"]
 
@@ -167,7 +168,7 @@ def _described(written: str) -> StoredType | None:
         shape = tuple(json.loads(f"[{found[2]}]"))
     except ValueError:
         return None
-    if len(shape) > 64 or any(length >> 31 for length in shape):
+    if len(shape) > MAX_DIMS or any(length >> 31 for length in shape):
         return None
     bits = math.prod(shape) * DTYPES[dtype]
     return (bits // 8, dtype, shape) if bits % 8 == 0 else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from modelquirks.planner.dtypes import BITS
+from modelquirks.planner.dtypes import BITS, MAX_DIMS
 from modelquirks.planner.finding import Finding, Severity, brief
 
 __all__ = ["DTYPES", "Faults", "Row", "check_entry", "check_layout"]
@@ -29,7 +29,7 @@ _SENTENCES: dict[str, tuple[Severity, str]] = {
     "entry-invalid": ("error", "entries that are not as the format wants them"),
     "metadata-invalid": ("error", "metadata that is no string"),
     "offsets-invalid": ("error", "ranges that are not two whole numbers in order"),
-    "shape-invalid": ("error", "shapes that are not lists of whole numbers from 0"),
+    "shape-invalid": ("error", "shapes that are not lists of at most 64 whole numbers from 0"),
     "size-mismatch": ("error", "ranges that do not fit dtype and shape"),
     "sub-byte": ("error", "tensors that do not end at a byte"),
 }
@@ -112,6 +112,9 @@ def _dtype(name: str, dtype: Any, faults: Faults) -> str | None:
 def _shape(name: str, shape: Any, faults: Faults) -> tuple[int, ...] | None:
     if not isinstance(shape, list) or not all(_whole(length) for length in shape):
         faults.add("shape-invalid", name, brief(shape))
+        return None
+    if len(shape) > MAX_DIMS:
+        faults.add("shape-invalid", name, f"{len(shape)} dimensions")
         return None
     return tuple(shape)
 

@@ -317,7 +317,9 @@ def _rivals(folder: Folder, chosen: Candidate, index: Index | None) -> Iterator[
     rivals = [one for one in folder.candidates if not used.issuperset(one.files)]
     indexes = [one.files[0] for one in rivals if one.kind == "index"]
     of_index = {format_of(name.removesuffix(".index.json")) for name in indexes}
+    foreign = [one.files[0] for one in rivals if one.kind == "foreign"]
     files = [name for one in rivals if one.kind in ("file", "files", "ranks") for name in one.files]
+    files += [name for name in folder.weights if name not in foreign]  # of no candidate by its name
     others = [
         name
         for name in dict.fromkeys(files)
@@ -330,7 +332,6 @@ def _rivals(folder: Folder, chosen: Candidate, index: Index | None) -> Iterator[
     if others:
         text = f"{taken}. Not taken: {shown(others)}; give the path of the file that you mean."
         yield Finding("rival-weights", "warning", text)
-    foreign = [one.files[0] for one in rivals if one.kind == "foreign"]
     foreign += [name for name in folder.names if name.endswith(".distcp")]
     if copies := [*foreign, *(f"{name}/" for name in folder.subfolders)]:
         text = f"weights of other formats or in folders below were not read: {shown(copies)}."

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from modelquirks.planner import dtypes
 from modelquirks.planner.checkpoint.pickle_machine import Global, Opaque
 from modelquirks.planner.checkpoint.torch_pickle import TensorRecord
+from modelquirks.planner.dtypes import MAX_DIMS
 from modelquirks.planner.finding import brief
 from modelquirks.quirks.recipe import Region
 
@@ -28,7 +29,6 @@ _CLASSES = {
     "torch.distributed.tensor._api.DTensor": "DTensor",
     "torch.distributed._shard.sharded_tensor.api.ShardedTensor": "ShardedTensor",
 }
-_MAX_DIMS = 64
 _MAX_RANKS = 1 << 16
 """A file that speaks of more is not believed."""
 _REBUILT = "torch._tensor._rebuild_from_type_v2"
@@ -112,7 +112,7 @@ def _dtype(value: Any) -> str:
 
 
 def _numbers(values: Any) -> tuple[int, ...]:
-    fits = isinstance(values, tuple | list) and len(values) <= _MAX_DIMS
+    fits = isinstance(values, tuple | list) and len(values) <= MAX_DIMS
     if not fits or not all(type(number) is int and 0 <= number < 1 << 63 for number in values):
         raise ShareProblem(f"has {brief(values, 40)} where whole numbers from 0 belong")
     return tuple(values)

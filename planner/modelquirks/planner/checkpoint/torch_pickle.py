@@ -18,7 +18,6 @@ from modelquirks.planner.checkpoint.pickle_names import STORAGE_MODULES, STORAGE
 __all__ = ["StorageRecord", "TensorRecord", "TorchPickle", "load"]
 
 
-_MAX_DIMS = 64
 _MAX_NAME = 64
 
 
@@ -144,8 +143,8 @@ def _checked(
 ) -> TensorRecord:
     if not isinstance(shape, tuple | list) or not isinstance(stride, tuple | list):
         raise TypeError("shape and stride must be tuples")
-    if len(shape) > _MAX_DIMS:
-        raise ValueError(f"more than {_MAX_DIMS} dimensions, as torch allows them")
+    if len(shape) > dtypes.MAX_DIMS:
+        raise ValueError(f"more than {dtypes.MAX_DIMS} dimensions, as torch allows them")
     if len(shape) != len(stride) or not all(map(_whole, (*shape, *stride, offset))):
         raise ValueError("shape, stride and offset must be whole numbers from 0")
     if math.prod(shape) >= 1 << 63:  # by a stride of 0 that takes no storage

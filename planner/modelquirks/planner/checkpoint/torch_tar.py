@@ -26,14 +26,13 @@ from modelquirks.planner.checkpoint.torch_pickle import (
     TorchPickle,
     load,
 )
-from modelquirks.planner.dtypes import nbytes
+from modelquirks.planner.dtypes import MAX_DIMS, nbytes
 from modelquirks.planner.finding import Finding, brief, shown
 
 __all__ = ["read_tar"]
 
 _PARTS = ("storages", "tensors", "pickle")
 _MAX_ITEMS = 1_000_000
-_MAX_DIMS = 64
 
 
 class _Stored(NamedTuple):
@@ -148,7 +147,7 @@ def _tensors(
         key, storage_key, _ = load(file).value
         n_dims = _number(file, "<i")
         file.seek(4, 1)  # the number of dimensions once had eight bytes
-        if not 0 <= n_dims <= _MAX_DIMS:
+        if not 0 <= n_dims <= MAX_DIMS:
             raise ValueError(f"{n_dims} dimensions")
         numbers = struct.unpack(f"<{2 * n_dims + 1}q", file.read(8 * (2 * n_dims + 1)))
         if min(numbers) < 0:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -9,8 +10,9 @@ from functools import cached_property
 from itertools import starmap
 from typing import Any, NamedTuple
 
+from modelquirks.planner.finding import shown
 from modelquirks.plugins.bridge.families import by_family
-from modelquirks.plugins.bridge.internals import Found, converted, found, natural_key, source_shapes
+from modelquirks.plugins.bridge.internals import Found, converted, found, source_shapes
 from modelquirks.plugins.bridge.naming import Naming
 from modelquirks.plugins.bridge.opaque import opaque
 from modelquirks.plugins.bridge.rolling import rolled
@@ -21,6 +23,7 @@ from modelquirks.quirks.record import Convert
 __all__ = ["Converting"]
 
 Index = tuple[int, ...]
+_DIGITS = re.compile(r"[0-9]{1,4000}")  # what int takes
 
 
 class _Target(NamedTuple):
@@ -41,6 +44,8 @@ class Converting:
     naming: Naming
     offered: Mapping[str, TensorType]
     """Names that can be had, with their types; a shape is None where nobody knows it."""
+    stored: Mapping[str, str] = field(default_factory=dict)
+    """Template of a name offered → template of the name in the files, where that is another."""
     problems: dict[str, None] = field(default_factory=dict)
     """What could not be converted, a sentence each."""
 
@@ -66,7 +71,7 @@ class Converting:
             patterns.setdefault(by.pattern, []).append(name)
         for (name, number), patterns in collected.items():
             if unlike := next(filter(None, map(_unlike, patterns.values())), None):
-                one, other = unlike
+                one, other = map(self._told, unlike)
                 text = (
                     f"transformers would make {name!r} of {one!r} and {other!r}, which are not "
                     "numbered alike, so that their order is a guess: nothing is made of them"
@@ -163,13 +168,33 @@ class Converting:
             return opaque(self.model, target.number, target.name, target.sources)
         except Exception as error:  # an operation of transformers, on what it does not expect
             family = show(template_of(target.name))
-            self.problems[f"transformers cannot make {family!r} of what is stored: {error}"] = None
+            text = f"transformers cannot make {family!r} of what is stored: {error}"
+            self.problems[f"{text}{self._odd(target)}"] = None
             return {}
         return {
             name: value.node
             for name, value in made.items()
             if isinstance(value, Traced) and name in self.naming.known
         }
+
+    def _odd(self, target: _Target) -> str:
+        """Return what is unlike the rest in the sources of *target*, as the end of a sentence."""
+        told: list[str] = []
+        longest = max(target.sources.values(), key=len)
+        for names in target.sources.values():
+            types = [self.offered[name] for name in names]
+            usual = Counter(types).most_common(1)[0][0]
+            odd = [name for name, other in zip(names, types, strict=True) if other != usual]
+            if odd and 2 * len(odd) < len(names):
+                told.append(f"unlike its siblings: {shown(map(self._told, odd), 4)}")
+            if lacking := _lacking(names, longest):
+                told.append(f"not there: {shown(map(self._told, lacking), 4)}")
+        return f" ({'; '.join(told)})" if told else ""
+
+    def _told(self, name: str) -> str:
+        """Return a name offered as it is in the files."""
+        template = template_of(name)
+        return self.stored.get(template, template).format(*_index(name))
 
     def _types(self, target: _Target) -> dict[str, tuple[str, tuple[int, ...]]]:
         """Return dtype and shape of each source; of a bare index, as the model's tensors tell.
@@ -207,29 +232,40 @@ class Converting:
 
 
 def _sorted(names: Sequence[str]) -> tuple[str, ...]:
-    """Return *names* in the order in which transformers takes them.
+    """Return *names*, which are alike, in the order of their numbers.
 
-    Except where some lack the prefix of the rest (``layers.0…3``, ``model.layers.0…1``): it sorts
-    whole names, and stacks expert 3 before 1. Then numbers count.
+    transformers sorts whole names: of names of which some lack the prefix of the rest
+    (``layers.0…3``, ``model.layers.0…1``) it stacks expert 3 before 1.
     """
-    templates = {template_of(name) for name in names}
-    shortest = min(templates, key=len)
-    # One template: much quicker, and the same order.
-    if all(t == shortest or t.endswith(f".{shortest}") for t in templates):
-        return tuple(sorted(names, key=_index))
-    return tuple(sorted(names, key=natural_key))
+    return tuple(sorted(names, key=lambda name: [*map(int, _DIGITS.findall(name))]))
 
 
 def _unlike(names: Sequence[str]) -> tuple[str, str] | None:
-    """Return the name of *names* with another number of indices than most, and one of these.
+    """Return a name of *names* that differs from most in more than numbers, and one of these.
 
-    ``e.x.w``, ``e.0.w``; None if all have as many.
+    ``e.x.w``, ``e.0.w``; ``e.f1.w``, ``e.e0.w``. None if all are alike, but for a prefix without
+    numbers. Digits within words count as numbers: ``e.e10.w`` is like ``e.e9.w``.
     """
-    counts = [len(_index(name)) for name in names]
-    if len({*counts}) == 1:
+    words = [_DIGITS.sub("#", name) for name in names]
+    counts = Counter(words)
+    shortest = min(counts, key=len)
+    if all(word == shortest or _is_prefixed(word, shortest) for word in counts):
         return None
-    (usual, _), (odd, _), *_ = Counter(counts).most_common()
-    return names[counts.index(odd)], names[counts.index(usual)]
+    (usual, _), *rest = counts.most_common()
+    odd = rest[-1][0]
+    return names[words.index(odd)], names[words.index(usual)]
+
+
+def _lacking(names: Sequence[str], others: Sequence[str]) -> list[str]:
+    """Return the names like *names* with the numbers that only *others* have."""
+    template, known = template_of(names[0]), {*indices_of(names)}
+    if {*map(template_of, names)} != {template} or len(_index(others[0])) != len(_index(names[0])):
+        return []
+    return [template.format(*index) for index in indices_of(others) if index not in known]
+
+
+def _is_prefixed(word: str, shortest: str) -> bool:
+    return word.endswith(f".{shortest}") and "#" not in word[: -len(shortest)]
 
 
 def _index(name: str) -> Index:

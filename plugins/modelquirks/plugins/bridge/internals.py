@@ -24,7 +24,6 @@ __all__ = [
     "has_pretrained",
     "is_pretrained",
     "lacking",
-    "natural_key",
     "renamed",
     "rules_of",
     "source_shapes",
@@ -41,7 +40,6 @@ _NEEDED = {
         "WeightConverter",
         "WeightRenaming",
         "WeightTransform",
-        "dot_natural_key",
     ),
     _MAPPING: ("get_model_conversion_mapping",),
 }
@@ -185,8 +183,3 @@ def source_shapes(
         value: Any = tensors.get(target, tensors.get(target.replace("*", "0")))
         shapes[source] = tuple((value[0] if isinstance(value, list) else value).shape)
     return shapes
-
-
-def natural_key(name: str) -> Any:
-    """Return the key by which transformers sorts names: numbers as numbers."""
-    return import_module(_CORE).dot_natural_key(name)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from modelquirks.planner.mapping.logical import slots
 from modelquirks.plugins.bridge.computed import computable, computed
 from modelquirks.plugins.bridge.converting import Converting
 from modelquirks.plugins.bridge.internals import TESTED, rules_of, version
@@ -32,6 +33,8 @@ class TransformersRules:
 
     model: Any
     known: Collection[str]
+    _stored: dict[str, str] = field(default_factory=dict)
+    """Template in the model → as it is stored: for what people read."""
 
     @cached_property
     def record(self) -> ModelQuirks:
@@ -58,11 +61,15 @@ class TransformersRules:
 
     def named(self, pieces: Sequence[Renamed], weights: Mapping[str, str]) -> Named:
         """See :class:`~modelquirks.quirks.library.LibraryRules`."""
-        return self._naming.named(pieces, weights)
+        named = self._naming.named(pieces, weights)
+        for piece in named.taken:
+            if slots(piece.name) == [*range(piece.family.n_slots)]:
+                self._stored[piece.name] = piece.family.template
+        return named
 
     def conversions(self, offered: Mapping[str, TensorType]) -> Sequence[Convert]:
         """See :class:`~modelquirks.quirks.library.LibraryRules`."""
-        converting = Converting(self.model, self._naming, offered)
+        converting = Converting(self.model, self._naming, offered, self._stored)
         found = tuple(converting.conversions())
         self.problems.extend(converting.problems)
         return found

@@ -16,7 +16,7 @@ from modelquirks.planner.checkpoint import pickle_machine
 from modelquirks.planner.checkpoint.file_kind import look
 from modelquirks.planner.checkpoint.pickle_machine import Global, Opaque, PickleProblem
 from modelquirks.planner.checkpoint.pickle_names import about_names
-from modelquirks.planner.dtypes import from_torch
+from modelquirks.planner.dtypes import MAX_DIMS, from_torch
 from modelquirks.planner.finding import Finding, brief, cut
 from modelquirks.quirks.recipe import Region
 
@@ -42,7 +42,6 @@ _NAMES = frozenset(
 )
 
 
-_MAX_DIMS = 64
 _MAX_KEYS = 64
 """Of a path: so deep nobody nests a state dict."""
 _CHUNKS, _ALWAYS = 4, 1000
@@ -185,7 +184,7 @@ def _of_kind(value: Any, kind: type[Any], what: str) -> Any:
 
 
 def _numbers(values: Any) -> tuple[int, ...]:
-    fits = isinstance(values, tuple | list) and len(values) <= _MAX_DIMS
+    fits = isinstance(values, tuple | list) and len(values) <= MAX_DIMS
     if not fits or not all(type(number) is int and 0 <= number < 1 << 63 for number in values):
         raise ValueError(f"{brief(values)} where whole numbers from 0 belong")
     return tuple(values)

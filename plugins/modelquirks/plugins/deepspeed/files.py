@@ -169,4 +169,6 @@ def _holds_states(path: Path) -> bool:
 
 
 def _is_universal(path: Path) -> bool:
-    return (path / "zero").is_dir() and (path / "zero" / "optimizer_state.pt").is_file()
+    """Tell by what only ``ds_to_universal`` writes, be it one file of it."""
+    zero = path / "zero"
+    return (zero / "optimizer_state.pt").is_file() or any(zero.glob("*/fp32.pt"))

@@ -38,13 +38,15 @@ def optimizer_state(grid: Grid, folder: Folder) -> Finding:
     held = [*(_universal(folder.path) if folder.universal else _of_files(grid, folder.path))]
     lacking = [name for name in grid.missing if name.endswith("optim_states.pt")]
     kinds = dict.fromkeys(kind for one in held for kind in one.kinds)
-    if not kinds:
-        text = "no state of the optimizer is here: a training cannot go on where it was."
-        return Finding("not-loaded", "info", text)
     faults = [f"{name!r} is missing" for name in lacking]
     faults += [f"{one.file!r} {one.fault}" for one in held if one.fault]
     more = f" … and {len(faults) - 10} more" if len(faults) > 10 else ""
-    verdict = f"not complete: {', '.join(faults[:10])}{more}" if faults else "complete"
+    told = f"{', '.join(faults[:10])}{more}"
+    if not kinds:
+        why = f" ({told})" if faults else ""
+        text = f"no state of the optimizer is here{why}: a training cannot go on where it was."
+        return Finding("not-loaded", "info", text)
+    verdict = f"not complete: {told}" if faults else "complete"
     size = show_bytes(sum(one.n_bytes for one in held))
     where = "1 file" if len(held) == 1 else f"{len(held)} files"
     text = f"the optimizer's state ({shown(kinds, 4)}) has {size} in {where}, {verdict}."
@@ -116,6 +118,8 @@ def _universal(folder: Path) -> Iterator[_Held]:
     for path in (folder / "zero").glob("*/*.pt"):
         if path.stem not in ("fp32", "step"):
             kinds.setdefault(path.stem, []).append(path.stat().st_size)
+    if not (folder / "zero" / "optimizer_state.pt").is_file():
+        yield _Held("zero/optimizer_state.pt", (), 0, "is missing")
     most = max(map(len, kinds.values()), default=0)
     for kind, sizes in sorted(kinds.items()):
         fault = f"is there for {len(sizes)} of {most} parameters" if len(sizes) < most else ""

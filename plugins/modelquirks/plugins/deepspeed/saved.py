@@ -15,6 +15,7 @@ from modelquirks.planner.checkpoint.place_tensors import place_tensors
 from modelquirks.planner.checkpoint.torch_content import TorchContent, record_findings
 from modelquirks.planner.checkpoint.torch_pickle import TensorRecord
 from modelquirks.planner.checkpoint.torch_zip import read_content
+from modelquirks.planner.dtypes import MAX_DIMS
 from modelquirks.planner.finding import Finding
 from modelquirks.plugins.deepspeed.files import StateName, parsed
 
@@ -22,7 +23,6 @@ __all__ = ["Placed", "SavedState", "mapping", "names", "read_saved", "shapes", "
 
 Shapes = Mapping[str, tuple[int, ...]]
 
-_MAX_DIMS = 64
 _SCALARS = {"F32": "<f", "F64": "<d", "I32": "<i", "I64": "<q"}
 
 
@@ -135,6 +135,6 @@ def shapes(value: Any) -> dict[str, tuple[int, ...]]:
         if isinstance(name, str)
         and isinstance(shape, tuple)
         and not isinstance(shape, TensorRecord)
-        and len(shape) <= _MAX_DIMS
+        and len(shape) <= MAX_DIMS
         and all(whole(length) is not None for length in shape)
     }

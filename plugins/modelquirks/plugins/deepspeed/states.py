@@ -6,11 +6,11 @@ Source: ``_common_checkpoint_state`` in DeepSpeed 0.19.8's ``runtime/engine.py``
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal, NamedTuple
 
 from modelquirks.planner.checkpoint.manifest import StoredTensor
-from modelquirks.planner.finding import Finding
+from modelquirks.planner.finding import Finding, shown
 from modelquirks.plugins.deepspeed.saved import (
     SavedState,
     Shapes,
@@ -112,8 +112,18 @@ def model_state(saved: SavedState) -> ModelState:
         facts={k: v for k, v in value.items() if isinstance(k, str)},
         config=mapping(value.get("ds_config")),
         universal=mapping(value.get("universal_checkpoint_info")),
-        findings=(*placed.findings, *frozen.findings),
+        findings=(*placed.findings, *frozen.findings, *_another_file(saved)),
     )
+
+
+def _another_file(saved: SavedState) -> Iterator[Finding]:
+    """``save_checkpoint`` writes ``module`` always; of a pipeline it is None."""
+    if saved.value and "module" not in saved.value:
+        text = (
+            f"{saved.shard.name!r} has no 'module', as every file of model states has: it holds "
+            f"{shown(map(str, saved.value), 4)}. Another file lies there under this name."
+        )
+        yield Finding("state-invalid", "error", text)
 
 
 def optim_state(saved: SavedState) -> OptimState:
