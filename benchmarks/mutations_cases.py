@@ -16,7 +16,7 @@ import mutations_layout
 import mutations_names
 import mutations_ranks
 import mutations_values
-from mutations_copy import Copy
+from mutations_copy import Copy, NothingLeft
 from mutations_files import write_files
 from mutations_judge import Load, Verdict, judged, ours
 from mutations_kinds import KINDS
@@ -95,7 +95,10 @@ def made(
     copy = Copy(found, Random())
     for kind in kinds:
         copy.chance = Random(f"{subject}/{seed}/{kind}")
-        if not KINDS[kind].apply(copy):
+        try:
+            if not KINDS[kind].apply(copy):
+                return None
+        except NothingLeft:
             return None
     if copy.files == dict(found.files):
         return None

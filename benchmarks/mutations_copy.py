@@ -13,7 +13,7 @@ import torch
 from mutations_files import Files, is_weights, tensors_in, with_tensors
 from mutations_subjects import Config, Subject
 
-__all__ = ["Copy", "Place"]
+__all__ = ["Copy", "NothingLeft", "Place"]
 
 
 def _any(name: str, tensor: torch.Tensor) -> bool:
@@ -27,6 +27,10 @@ class Place(NamedTuple):
 
     file: str
     name: str
+
+
+class NothingLeft(Exception):
+    """What a damage would change is not there any more."""
 
 
 @dataclass
@@ -114,7 +118,9 @@ class Copy:
         """Write config.json anew; None takes a setting out."""
         changed = {**self.config, **settings}
         self.config = {key: value for key, value in changed.items() if value is not None}
-        (name,) = (n for n in self.files if n.rpartition("/")[2] == "config.json")
+        name = next((n for n in self.files if n.rpartition("/")[2] == "config.json"), None)
+        if name is None:
+            raise NothingLeft("an earlier damage left no config.json")
         self.files[name] = json.dumps(self.config).encode()
 
     # ---- tensors

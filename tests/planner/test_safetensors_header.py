@@ -7,6 +7,7 @@ import json
 import math
 import struct
 import tempfile
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -90,6 +91,28 @@ def test_a_header_gives_names_dtypes_shapes_and_ranges_from_the_start_of_the_fil
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("threads", ["there is room", "there is none"])
+def test_the_digest_of_a_large_header_is_that_of_its_bytes(
+    threads: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is made by a thread beside the parsing, where the system has one."""
+    started: list[object] = []
+
+    def start(self: threading.Thread) -> None:
+        started.append(self)
+        if threads == "there is none":
+            raise RuntimeError("can't start new thread")
+        as_ever(self)
+
+    as_ever = threading.Thread.start
+    monkeypatch.setattr(threading.Thread, "start", start)
+    header = {f"layers.{n}.w": entry(data_offsets=[8 * n, 8 * n + 8]) for n in range(3000)}
+    read = read_header(written(tmp_path, file_bytes(header, bytes(8 * 3000))))
+    assert read.shard.digest == hashlib.sha256(text_of(header)).hexdigest()
+    assert len(read.entries) == 3000
+    assert len(started) == 1
+
+
 def test_every_dtype_of_the_format_is_known(tmp_path: Path, dtype: str) -> None:
     entry = {"dtype": dtype, "shape": [8, 3], "data_offsets": [0, 3 * DTYPES[dtype]]}
     path = written(tmp_path, file_bytes({"w": entry}, bytes(3 * DTYPES[dtype])))

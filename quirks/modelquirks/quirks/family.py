@@ -15,6 +15,8 @@ from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import compress
+from operator import ne
 from typing import cast
 
 __all__ = ["Family", "group", "indices_of", "show", "template_of"]
@@ -107,6 +109,21 @@ def grouped(names: Sequence[str], templates: Sequence[str]) -> dict[str, Family]
         for raw, found in members.items()
     )
     return {family.template: family for family in families}
+
+
+def uneven(keys: Sequence[str], values: Sequence[object]) -> frozenset[str]:
+    """Return those of *keys* that stand beside values that are not all equal.
+
+    Of 200,000 keys, at the speed of C where all are even.
+
+    >>> uneven(["a", "b", "a", "b"], [1, 2, 1, 3])
+    frozenset({'b'})
+    """
+    last = dict(zip(keys, values, strict=True))
+    expected = [*map(last.__getitem__, keys)]
+    if expected == [*values]:  # of one object twice no content is looked at
+        return frozenset()
+    return frozenset(compress(keys, map(ne, expected, values)))
 
 
 def _digits(names: Iterable[str]) -> bytes:

@@ -7,20 +7,21 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import compress
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from modelquirks.planner.checkpoint.lazy_tensors import LazyTensors
 from modelquirks.planner.checkpoint.openoptions import AS_USUAL, OpenOptions
 from modelquirks.planner.checkpoint.origin import HubOrigin
 from modelquirks.planner.dtypes import nbytes
 from modelquirks.planner.finding import Finding
-from modelquirks.quirks.family import Family, grouped, numbered, raw_templates
+from modelquirks.quirks.family import Family, grouped, numbered, raw_templates, uneven
 from modelquirks.quirks.recipe import Node, Source, sources
 
 __all__ = ["MARK", "Format", "Manifest", "Shard", "StoredTensor", "shared_groups"]
 
 Format = Literal["safetensors", "torch", "flax", "gguf", "unknown"]
 
+_T = TypeVar("_T")
 DtypeAndShape = tuple[str | None, tuple[int, ...] | None]
 """Of a stored tensor; ``None``: the index alone does not tell."""
 
@@ -168,38 +169,40 @@ class Manifest:
     @cached_property
     def even_sizes(self) -> Mapping[str, int]:
         """Bytes of each tensor of a family, by template, where that is one number."""
-        return {numbered(raw): sizes[0] for raw, sizes in self._kinds.items() if len(sizes) == 1}
+        return _first(*self._sized, but=self._uneven_in_bytes)
 
     @cached_property
     def uneven_sizes(self) -> Mapping[str, Sequence[int]]:
         """Bytes of each member of the other families, in order, by template."""
-        found: dict[str, list[int]] = {r: [] for r, sizes in self._kinds.items() if len(sizes) > 1}
-        if isinstance(self.tensors, LazyTensors) and found:
-            pairs = zip(self.templates, self.tensors.n_bytes, strict=True)
-            for raw, size in compress(pairs, map(found.__contains__, self.templates)):
-                found[raw].append(size)
-        return {numbered(raw): sizes for raw, sizes in found.items()}
+        return _members(*self._sized, of=self._uneven_in_bytes)
 
     @cached_property
     def even_types(self) -> Mapping[str, DtypeAndShape]:
         """Dtype and shape of each tensor of a family, by template, where all have the same."""
-        found: dict[str, set[DtypeAndShape]] = {}
-        types = self._types
-        # Most are the same few objects, of which the number is quicker to compare than the content.
-        by_number = dict(zip(map(id, types), types, strict=True))
-        for raw, number in {*zip(self.templates, map(id, types), strict=True)}:
-            found.setdefault(raw, set()).add(by_number[number][-2:])
-        return {numbered(raw): kinds.pop() for raw, kinds in found.items() if len(kinds) == 1}
+        types = _first(self.templates, self._types, but=self._uneven)
+        return {template: type_[-2:] for template, type_ in types.items()}
 
     @cached_property
     def uneven_types(self) -> Mapping[str, Sequence[DtypeAndShape]]:
         """Dtype and shape of each member of the other families, in order, by template."""
-        found: dict[str, list[DtypeAndShape]] = {}
-        uneven = {raw for raw in {*self.templates} if numbered(raw) not in self.even_types}
-        pairs = zip(self.templates, self._types, strict=True)
-        for raw, type_ in compress(pairs, map(uneven.__contains__, self.templates)):
-            found.setdefault(raw, []).append(type_[-2:])
-        return {numbered(raw): types for raw, types in found.items()}
+        found = _members(self.templates, self._types, of=self._uneven)
+        return {template: [type_[-2:] for type_ in types] for template, types in found.items()}
+
+    @cached_property
+    def _uneven(self) -> frozenset[str]:
+        """The raw templates of families whose members differ in dtype or shape."""
+        return uneven(self.templates, self._types)
+
+    @cached_property
+    def _uneven_in_bytes(self) -> frozenset[str]:
+        return uneven(*self._sized)
+
+    @property
+    def _sized(self) -> tuple[Sequence[str], Sequence[int]]:
+        """The raw template and the bytes of each tensor; nothing where they are not at hand."""
+        if not isinstance(self.tensors, LazyTensors):
+            return (), ()
+        return self.templates, self.tensors.n_bytes
 
     def dtype_of(self, name: str) -> str | None:
         """Return the dtype of a tensor, without making all that could be known of the others."""
@@ -220,15 +223,6 @@ class Manifest:
         leaves = (leaf.name for node in self.assembled.values() for leaf in sources(node))
         whole = (t for name, t in self.tensors.items() if name not in self.assembled)
         return (*whole, *(self.places[name] for name in leaves))
-
-    @cached_property
-    def _kinds(self) -> Mapping[str, Sequence[int]]:
-        """The sizes that occur in each family, by raw template; none if they are not at hand."""
-        found: dict[str, list[int]] = {}
-        if isinstance(self.tensors, LazyTensors):
-            for raw, size in {*zip(self.templates, self.tensors.n_bytes, strict=True)}:
-                found.setdefault(raw, []).append(size)
-        return found
 
     @cached_property
     def total_bytes(self) -> int | None:
@@ -257,3 +251,21 @@ class Manifest:
             "chosen": self.options.to_json(),
             "findings": [finding.to_json() for finding in self.findings],
         }
+
+
+def _first(raws: Sequence[str], values: Sequence[_T], *, but: frozenset[str]) -> dict[str, _T]:
+    """Return the value of each family, by template, *but* of those that have several."""
+    found = dict(zip(raws, values, strict=True))
+    return {numbered(raw): value for raw, value in found.items() if raw not in but}
+
+
+def _members(
+    raws: Sequence[str], values: Sequence[_T], *, of: frozenset[str]
+) -> dict[str, list[_T]]:
+    """Return the value of each member *of* these families, in order, by template."""
+    found: dict[str, list[_T]] = {}
+    if of:
+        pairs = zip(raws, values, strict=True)
+        for raw, value in compress(pairs, map(of.__contains__, raws)):
+            found.setdefault(raw, []).append(value)
+    return {numbered(raw): listed for raw, listed in found.items()}

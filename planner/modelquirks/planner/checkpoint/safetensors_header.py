@@ -8,7 +8,6 @@ written as lists and dtypes as objects are errors here and pass there.
 
 from __future__ import annotations
 
-import hashlib
 import re
 import struct
 from itertools import repeat
@@ -16,6 +15,7 @@ from operator import add, itemgetter
 from typing import Any, BinaryIO
 
 from modelquirks.planner.checkpoint.compact_header import Columns, compact_columns
+from modelquirks.planner.checkpoint.digesting import digesting, hex_digest
 from modelquirks.planner.checkpoint.file_kind import Look, look, not_weights
 from modelquirks.planner.checkpoint.filepath import FilePath
 from modelquirks.planner.checkpoint.header import Header, stored_tensors, unread
@@ -65,7 +65,7 @@ def header_digest(path: FilePath) -> str | None:
     size = path.stat().st_size
     with path.open("rb") as file:
         raw = _header_bytes(file, size, path.name)
-    return None if isinstance(raw, Finding) else hashlib.sha256(raw).hexdigest()
+    return None if isinstance(raw, Finding) else hex_digest(raw)
 
 
 def _another_format(shard: str, seen: Look) -> Finding | None:
@@ -102,13 +102,14 @@ def _header_bytes(file: BinaryIO, size: int, shard: str) -> bytes | Finding:
 
 
 def _parse(raw: bytes, seen: Look, shard: str) -> Header:
-    stored = Shard(shard, seen.size_bytes, seen.mtime_ns, hashlib.sha256(raw).hexdigest())
+    digest = digesting(raw)
     data_start = 8 + len(raw)
     try:
         text = raw.decode("utf-8")
     except UnicodeDecodeError as error:
         return unread(shard, seen, _not_json(shard, f"is not UTF-8 text ({error.reason})"))
     columns = compact_columns(raw, text, data_bytes=seen.size_bytes - data_start)
+    stored = Shard(shard, seen.size_bytes, seen.mtime_ns, digest())
     if columns is None:
         return _parse_by_entry(text, stored, seen)
     entries = _lazy(columns, stored, data_start)

@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 
 from modelquirks.planner.checkpoint.manifest import Manifest
 from modelquirks.planner.dtypes import nbytes
-from modelquirks.quirks.family import Family, grouped, numbered, raw_templates
+from modelquirks.quirks.family import Family, grouped, numbered, raw_templates, uneven
 
 __all__ = ["Kind", "ModelTensor", "Skeleton"]
 
@@ -81,12 +81,11 @@ class Skeleton:
     @cached_property
     def even_types(self) -> Mapping[str, tuple[str, tuple[int, ...]]]:
         """Dtype and shape of a family's tensors, by template, where all have the same."""
-        tensors = self.wanted.values()
-        columns = self._templates, map(_DTYPE, tensors), map(_SHAPE, tensors)
-        found: dict[str, list[tuple[str, tuple[int, ...]]]] = {}
-        for raw, dtype, shape in {*zip(*columns, strict=True)}:
-            found.setdefault(raw, []).append((dtype, shape))
-        return {numbered(raw): types[0] for raw, types in found.items() if len(types) == 1}
+        templates, tensors = self._templates, [*self.wanted.values()]
+        apart = uneven(templates, [*map(_DTYPE, tensors)])
+        apart |= uneven(templates, [*map(_SHAPE, tensors)])
+        types = dict(zip(templates, tensors, strict=True))
+        return {numbered(raw): t[1:3] for raw, t in types.items() if raw not in apart}
 
     def take_families(self, manifest: Manifest) -> None:
         """Take the families of *manifest* for one's own, if it has the same names in one order."""
