@@ -90,7 +90,6 @@ def test_a_header_gives_names_dtypes_shapes_and_ranges_from_the_start_of_the_fil
     assert header_digest(path) == digest
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("threads", ["there is room", "there is none"])
 def test_the_digest_of_a_large_header_is_that_of_its_bytes(
     threads: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -113,6 +112,7 @@ def test_the_digest_of_a_large_header_is_that_of_its_bytes(
     assert len(started) == 1
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_every_dtype_of_the_format_is_known(tmp_path: Path, dtype: str) -> None:
     entry = {"dtype": dtype, "shape": [8, 3], "data_offsets": [0, 3 * DTYPES[dtype]]}
     path = written(tmp_path, file_bytes({"w": entry}, bytes(3 * DTYPES[dtype])))

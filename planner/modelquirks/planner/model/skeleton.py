@@ -81,11 +81,10 @@ class Skeleton:
     @cached_property
     def even_types(self) -> Mapping[str, tuple[str, tuple[int, ...]]]:
         """Dtype and shape of a family's tensors, by template, where all have the same."""
-        templates, tensors = self._templates, [*self.wanted.values()]
-        apart = uneven(templates, [*map(_DTYPE, tensors)])
-        apart |= uneven(templates, [*map(_SHAPE, tensors)])
-        types = dict(zip(templates, tensors, strict=True))
-        return {numbered(raw): t[1:3] for raw, t in types.items() if raw not in apart}
+        types = [*map(_TYPE, self.wanted.values())]
+        apart = uneven(self._templates, types)
+        found = dict(zip(self._templates, types, strict=True))
+        return {numbered(raw): type_ for raw, type_ in found.items() if raw not in apart}
 
     def take_families(self, manifest: Manifest) -> None:
         """Take the families of *manifest* for one's own, if it has the same names in one order."""
@@ -99,4 +98,4 @@ class Skeleton:
         return raw_templates([*self.wanted])
 
 
-_DTYPE, _SHAPE, _KIND = itemgetter(1), itemgetter(2), itemgetter(3)
+_TYPE, _KIND = itemgetter(1, 2), itemgetter(3)
