@@ -46,6 +46,16 @@ def test_a_tensor_unlike_its_siblings_is_named(tmp_path: Path) -> None:
     assert "'layers.1.weight': stored as F16, cast to F32" in found["dtype-cast"].message
 
 
+def test_both_are_named_where_nobody_knows_which_is_odd(tmp_path: Path) -> None:
+    layers = nn.ModuleList([nn.Linear(4, 4, bias=False) for _ in range(2)])
+    tensors = layers.state_dict()
+    tensors["1.weight"] = tensors["1.weight"].double()
+    save_file(tensors, tmp_path / "model.safetensors")
+    plan = Dispatcher().plan(tmp_path, model=layers, device_map=None)
+    (uneven,) = [f.message for f in plan.all_findings if f.code == "dtype-uneven"]
+    assert uneven.startswith("'1.weight' (F64), '0.weight' (F32): in two dtypes, each as often")
+
+
 def test_a_tensor_without_siblings_is_named_by_its_cast(tmp_path: Path) -> None:
     found = told(tmp_path, "BF16", "BF16", norm__weight="F32")
     assert "dtype-uneven" not in found

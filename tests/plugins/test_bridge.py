@@ -419,10 +419,11 @@ def rules_of_llama(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[Any]], Non
     """Give the function that lets transformers have other rules for Llama."""
     tables: Any = conversion_mapping
     tables.get_checkpoint_conversion_mapping("llama")  # fill the table
+    by_type = hasattr(tables, "extract_weight_conversions_for_model")  # up to 5.8 at least
 
     def put(rules: list[Any]) -> None:
         table = tables._checkpoint_conversion_mapping_cache
-        monkeypatch.setitem(table, "LlamaForCausalLM", rules)
+        monkeypatch.setitem(table, "llama" if by_type else "LlamaForCausalLM", rules)
 
     return put
 

@@ -182,6 +182,7 @@ def test_a_config_that_cannot_be_built_says_so_in_one_sentence() -> None:
         built({**LLAMA, "num_hidden_layers": -1, "vocab_size": "many"})
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # transformers up to 5.20
 def test_large_computed_buffers_are_real_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plugin, "_LARGE", 64)  # so that the causal mask is large
     config = {"model_type": "gpt_bigcode", "n_embd": 8, "n_head": 2, "n_layer": 1}

@@ -53,6 +53,8 @@ def modelquirks_model(config: Mapping[str, Any], folder: Path) -> Any:
     if find_spec("transformers") is None:
         return None
     plain = plain_config(config)
+    if not isinstance(plain.get("architectures"), list):  # which up to 5.16 is an error there
+        plain.pop("architectures", None)
     named = _named_class(plain)
     if named is None and not _known_type(plain):
         return None

@@ -86,29 +86,47 @@ def _is_plain(dtype: str | None) -> bool:
 
 
 def _uneven(account: Account, manifest: Manifest) -> Iterator[Finding]:
-    """Yield the tensors of another dtype than most of their family, as far as they are used."""
+    """Yield the tensors of another dtype than most of their family, as far as they are used.
+
+    Where two dtypes are equally frequent in one, nobody knows which is odd: all are named.
+    """
     odd: list[str] = []
+    halved: list[str] = []
     for template, types in manifest.uneven_types.items():
-        odd += _minority(manifest.families[template], [dtype for dtype, _ in types])
-    used = account.used.names if odd else set[str]()
-    odd = [name for name in odd if name in used]
-    if odd:
-        each = (f"{name!r} ({manifest.dtype_of(name)})" for name in odd[:_LISTED])
-        text = (
-            f"{_listed(each, len(odd))}: of another dtype than most of their kind. If they were "
-            "not trained so, their values were cut, or the header is wrong"
-        )
-        yield Finding("dtype-uneven", "warning", text)
+        family, dtypes = manifest.families[template], [dtype for dtype, _ in types]
+        if _is_of_one_kind(family, dtypes):
+            usual = _usual(dtypes)
+            listed = halved if usual is None else odd
+            pairs = zip(family.names, dtypes, strict=True)
+            listed += [name for name, dtype in pairs if usual is None or dtype != usual]
+    used = account.used.names if odd or halved else set[str]()
+    for names, what in (
+        (odd, "of another dtype than most of their kind"),
+        (halved, "in two dtypes, each as often as the other"),
+    ):
+        if those := [name for name in names if name in used]:
+            each = (f"{name!r} ({manifest.dtype_of(name)})" for name in those[:_LISTED])
+            text = (
+                f"{_listed(each, len(those))}: {what}. If they were not trained so, their values "
+                "were cut, or the header is wrong"
+            )
+            yield Finding("dtype-uneven", "warning", text)
 
 
-def _minority(family: Family, dtypes: Sequence[str | None]) -> list[str]:
+def _is_of_one_kind(family: Family, dtypes: Sequence[str | None]) -> bool:
+    """Tell whether the members should have one dtype, and do not.
+
+    Of weights some may be packed and the rest not; scales are all numbers, or all exponents.
+    """
     eight = all((dtype or "").startswith("F8_E") for dtype in dtypes)
-    # Of weights some may be packed and the rest not; scales are all numbers, or all exponents.
     scales = "scale" in family.template.rpartition(".")[2]
-    if len({*dtypes}) < 2 or not (eight or scales or all(map(_is_plain, dtypes))):
-        return []
-    ((usual, _),) = Counter(dtypes).most_common(1)
-    return [name for name, dtype in zip(family.names, dtypes, strict=True) if dtype != usual]
+    return len({*dtypes}) > 1 and (eight or scales or all(map(_is_plain, dtypes)))
+
+
+def _usual(dtypes: Sequence[str | None]) -> str | None:
+    """Return the dtype of most; None: there is another that is as frequent."""
+    (usual, count), (_, second) = Counter(dtypes).most_common(2)
+    return None if count == second else usual
 
 
 def _listed(names: Iterable[str], count: int) -> str:
