@@ -692,6 +692,8 @@ def test_a_model_on_disk_as_a_whole_is_hooked_as_accelerate_before_1_15_must_be_
     assert torch.equal(model.eval()(WORDS), net.model(WORDS))
 
 
+# Of accelerate 1.15 on Python 3.13, for the partial that it sets on the class.
+@pytest.mark.filterwarnings("ignore:functools.partial will be a method descriptor:FutureWarning")
 def test_a_traced_module_gets_back_the_forward_of_its_class(
     tmp_path: Path, located: Located, monkeypatch: pytest.MonkeyPatch
 ) -> None:
