@@ -172,7 +172,8 @@ def _about_missing(
     index: Index, present: Sequence[str], others: Sequence[str]
 ) -> Iterator[Finding]:
     """Say which files are not there: an error if others are, for then the checkpoint is torn."""
-    missing = [shard for shard in index.inside if shard not in present]
+    there = {*present}
+    missing = [shard for shard in index.inside if shard not in there]
     if not missing:
         return
     if not present and not others:

@@ -76,7 +76,7 @@ def _of_files(grid: Grid) -> Iterator[Finding]:
 
 def _missing(grid: Grid, training: Assembly) -> Iterator[Finding]:
     masters = [name for name in grid.missing if name.endswith("optim_states.pt")]
-    others = [name for name in grid.missing if name not in masters]
+    others = [name for name in grid.missing if not name.endswith("optim_states.pt")]
     whole = grid.stage != "3" and training.parameters and not training.lost and not others
     instead = "; or take the weights as they were trained (--weights training)" if whole else ""
     for names, way in ((others, ""), (masters, instead)):

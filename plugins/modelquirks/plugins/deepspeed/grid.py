@@ -108,8 +108,8 @@ def read_grid(folder: Path, *, universal: bool = False) -> Grid:
     inside = set(_places(dp, mp))
     states: list[ModelState | OptimState] = [*models, *optims]
     used = {state.saved.name.name for state in states if _place(state) in inside}
-    others = [n for n in listed if n.kind in ("layer", "expert", "expert-optim")]
-    extra = [n.name for n in listed if n.name not in used and n not in others]
+    others = ("layer", "expert", "expert-optim")
+    extra = [n.name for n in listed if n.name not in used and n.kind not in others]
     stage = _stage(models, optims, zero3=zero3)
     return Grid(
         dp=dp,
