@@ -277,6 +277,18 @@ def test_a_missing_half_is_named(base: Path) -> None:
     )
 
 
+def test_whole_weights_in_the_place_of_an_adapter_are_named(base: Path, tmp_path: Path) -> None:
+    def whole(_: dict[str, torch.Tensor]) -> Tensors:
+        stored = load_file(base / "model.safetensors")
+        return {f"base_model.model.{name}": tensor for name, tensor in stored.items()}
+
+    found = plan(base, changed(tmp_path / "adapter", "lora", whole))
+    assert codes(found) == ["adapter-incomplete"]
+    assert "for which the adapter has no tensors: 'model.layers.0.self_attn.q_proj'" in said(
+        found, "adapter-incomplete"
+    )
+
+
 def test_a_missing_magnitude_is_named(base: Path, tmp_path: Path) -> None:
     adapter = changed(tmp_path / "adapter", "lora", use_dora=True)
     assert "lora_magnitude_vector (DoRA)" in said(plan(base, adapter), "adapter-pair")

@@ -501,6 +501,16 @@ def test_a_universal_checkpoint_without_the_file_of_its_optimizer_is_still_one(
     assert "'zero/optimizer_state.pt' is missing" in said(structure, "not-loaded")
 
 
+def test_universal_files_that_are_one_and_the_same_are_named(
+    copied: Callable[[str], Path],
+) -> None:
+    zero = copied("universal_from_zero3") / "zero"
+    shutil.copyfile(zero / "lin1.bias" / "fp32.pt", zero / "lin2.bias" / "fp32.pt")
+    text = said(read_structure(zero.parent), "equal-files")
+    assert "'zero/lin1.bias/fp32.pt'" in text
+    assert "'zero/lin2.bias/fp32.pt'" in text
+
+
 @pytest.mark.parametrize("case", ["universal_from_zero3", "zero1_fp32", "zero3_fp32"])
 def test_another_file_under_the_name_of_model_states_is_named(
     case: str, copied: Callable[[str], Path]

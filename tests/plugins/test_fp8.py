@@ -266,6 +266,16 @@ def test_a_block_size_that_is_none_is_refused_by_name() -> None:
 F8, F32 = "F8_E4M3", "F32"
 
 
+@pytest.mark.parametrize(("stored", "said"), [("F8_E5M2", "e4m3"), ("F8_E4M3", "e5m2")])
+def test_codes_of_another_format_than_the_config_says_are_refused(stored: str, said: str) -> None:
+    config = {"quantization_config": {"quant_method": "fp8", "fmt": said}}
+    settings = BLOCK.settings(config, "x.weight")
+    parts = {"weight": TensorType(stored, (128, 128)), "weight_scale_inv": TensorType(F32, (1, 1))}
+    with pytest.raises(RecipeError, match=f"weight is {stored}, .* says fmt '{said}'"):
+        BLOCK.infer(parts, settings)
+    assert BLOCK.infer(parts, {**settings, "fmt": stored[3:].lower()}).shape == (128, 128)
+
+
 @pytest.mark.parametrize(
     ("scheme", "weight", "scale", "said"),
     [
