@@ -21,8 +21,10 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from modelquirks.planner import Dispatcher, open_manifest
+from modelquirks.planner.checkpoint.file_kind import Look, look
 from modelquirks.planner.dispatcher import OptionError
 from modelquirks.planner.execution.copies import bits_equal
+from modelquirks.planner.export import sidefiles
 from modelquirks.planner.export.exportreport import ExportError, ExportReport
 from modelquirks.quirks.registry import Registry
 
@@ -282,6 +284,33 @@ def test_a_disk_that_fills_up_leaves_nothing(
     with pytest.raises(ExportError, match=r"No space left on device.*Make room"):
         Dispatcher(Registry()).export(folder, tmp_path / "new" / "out")
     assert os.listdir(tmp_path) == ["in"]
+
+
+@pytest.mark.parametrize("reads", [False, True])
+def test_no_export_goes_without_a_configuration_that_could_not_be_looked_at(
+    reads: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was left out by one look that failed, and the next one saw nothing odd to speak of."""
+    checkpoint = saved(tmp_path / "in")
+    (checkpoint / "config.json").write_text("{}")
+
+    def fails(path: Path) -> Look:
+        odd = path.name == "config.json"
+        return Look("unreadable", trouble="Input/output error") if odd else look(path)
+
+    def unread(path: Path) -> bytes:
+        raise OSError(errno.EIO, "Input/output error", str(path))
+
+    monkeypatch.setattr(sidefiles, "look", fails)
+    if reads:
+        exported(checkpoint, tmp_path / "out")
+        assert (tmp_path / "out" / "config.json").read_text() == "{}"
+        return
+    monkeypatch.setattr(Path, "read_bytes", unread)
+    with pytest.raises(ExportError, match=r"config.json' belongs beside the weights and cannot be"):
+        exported(checkpoint, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    assert leftovers(tmp_path / "out") == []
 
 
 @pytest.mark.parametrize("lost", [0, 1])

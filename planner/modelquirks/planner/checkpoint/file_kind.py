@@ -16,7 +16,7 @@ from modelquirks.planner.checkpoint.confined import is_outside
 from modelquirks.planner.checkpoint.filepath import FilePath
 from modelquirks.planner.finding import Finding
 
-__all__ = ["HEAD_BYTES", "Kind", "Look", "look", "not_weights", "pointer_text"]
+__all__ = ["HEAD_BYTES", "OUTSIDE", "Kind", "Look", "look", "not_weights", "pointer_text"]
 
 Kind = Literal[
     "absent",

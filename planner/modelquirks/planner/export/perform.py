@@ -6,7 +6,7 @@ import errno
 import os
 import shutil
 from collections import Counter
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -118,6 +118,8 @@ class _Job:
     out: Path
     files: tuple[OutFile, ...]
     beside: Sequence[SideFile]
+    left_out: Mapping[str, str]
+    """Files that are not copied: why, by name."""
     loading: LoadOptions
     reader: PassingReader
     work_bytes: int = 0
@@ -133,13 +135,13 @@ class _Job:
         sizes: Counter[str] = Counter()
         for item in contents.items:
             sizes[item.dtype] += item.nbytes
-        beside = side_files(
+        beside, left_out = side_files(
             manifest.root, dtypes=sizes, plain=contents.is_plain, changed=contents.is_changed
         )
         if len(files) > 1:
             beside.append(SideFile(f"{stem}{INDEX}", index_of(files, contents.ties)))
         reader = PassingReader(manifest.root, manifest.readable, known=contents.known)
-        return cls(contents, out, files, beside, loading, reader)
+        return cls(contents, out, files, beside, left_out, loading, reader)
 
     def check_space(self) -> None:
         """Raise if the disk has no room for all of it."""
@@ -235,7 +237,7 @@ class _Job:
                 for s in self.beside
                 if s.changes
             ),
-            *about_left_out(self.contents.manifest.root),
+            *about_left_out(self.left_out),
         ]
 
     def _make(self, item: LoadItem, region: Region) -> torch.Tensor:

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from modelquirks.planner.checkpoint.confined import confined
-from modelquirks.planner.checkpoint.file_kind import look
-from modelquirks.planner.checkpoint.json_text import MAX_JSON_BYTES, JsonProblem, read_json
+from modelquirks.planner.checkpoint.file_kind import OUTSIDE, Look, look
+from modelquirks.planner.checkpoint.json_text import MAX_JSON_BYTES, JsonProblem, parse_json
 from modelquirks.planner.dtypes import BITS, is_float, torch_name
 from modelquirks.planner.export.exportreport import ExportError
 from modelquirks.planner.finding import Finding
@@ -49,38 +49,43 @@ def is_ours(name: str) -> bool:
 
 def side_files(
     root: Path, *, dtypes: Mapping[str, int], plain: bool, changed: bool
-) -> list[SideFile]:
-    """Return what the checkpoint in *root* has of them, as the export needs it.
+) -> tuple[list[SideFile], dict[str, str]]:
+    """Return what the checkpoint in *root* has of them, and why some are not copied, by name.
 
     config.json follows the weights if those are *changed* (cast, made for a model, put together
     from a training run): its dtype is the one of most bytes in *dtypes*, bytes by dtype of what is
     written, among floats that are not packed; transformers loads in the dtype that is named there.
-    *plain*: packed weights were made plain, so it must not say that they are packed.
+    *plain*: packed weights were made plain, so it must not say that they are packed. ExportError if
+    one cannot be read: an export without its configuration is none.
     """
-    kept = (name for name in sorted(_NAMES) if (root / name).is_file() and not _why_not(root, name))
-    found = [SideFile(name, _read(root / name)) for name in kept]
-    if not changed:
-        return found
-    return [_adapted(f, root, dtypes, plain=plain) if f.name == CONFIG else f for f in found]
+    found: list[SideFile] = []
+    left_out: dict[str, str] = {}
+    for name in sorted(_NAMES):
+        with confined(root):
+            seen = look(root / name)
+        if why := _why_not(seen):
+            left_out[name] = why
+        elif seen.kind not in ("absent", "special"):
+            found.append(SideFile(name, _read(root / name)))
+    if changed:
+        found = [_adapted(f, dtypes, plain=plain) if f.name == CONFIG else f for f in found]
+    return found, left_out
 
 
-def about_left_out(root: Path) -> Iterator[Finding]:
+def about_left_out(left_out: Mapping[str, str]) -> Iterator[Finding]:
     """Yield a warning for the files that would be copied, and are not."""
-    names = (name for name in sorted(_NAMES) if (root / name).is_file())
-    if told := [f"{name!r}: {why}" for name in names if (why := _why_not(root, name))]:
+    if told := [f"{name!r}: {why}" for name, why in left_out.items()]:
         yield Finding("side-file", "warning", f"not copied: {'; '.join(told)}")
 
 
-def _why_not(root: Path, name: str) -> str:
+def _why_not(seen: Look) -> str:
     """Return why a file is not copied, or ``""``.
 
     What a link leads to elsewhere may be private, and an export is made to be given away.
     """
-    with confined(root):
-        seen = look(root / name)
     if seen.size_bytes > MAX_JSON_BYTES:
         return f"it has {seen.size_bytes:,} bytes"
-    return seen.trouble
+    return seen.trouble if seen.trouble == OUTSIDE else ""
 
 
 def _read(path: Path) -> bytes:
@@ -93,8 +98,8 @@ def _read(path: Path) -> bytes:
         ) from error
 
 
-def _adapted(file: SideFile, root: Path, dtypes: Mapping[str, int], *, plain: bool) -> SideFile:
-    config, _ = read_json(root / file.name)
+def _adapted(file: SideFile, dtypes: Mapping[str, int], *, plain: bool) -> SideFile:
+    config = parse_json(file.content.decode("utf-8-sig", "replace"))
     if isinstance(config, JsonProblem) or not isinstance(config, dict):
         return file  # a finding of the checkpoint says so
     changes = [*_with_dtype(config, _main(dtypes))]
