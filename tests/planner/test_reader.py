@@ -36,8 +36,11 @@ DTYPES = {
     "C64": torch.complex64,
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
-    "F8_E8M0": torch.float8_e8m0fnu,
 }
+if hasattr(torch, "float8_e8m0fnu"):  # torch 2.7
+    DTYPES["F8_E8M0"] = torch.float8_e8m0fnu
+OTHER_VERSIONS = bool(os.environ.get("VERSIONS_ROW"))
+"""Whether benchmarks/versions.py tries other versions than those of constraints.txt."""
 
 
 def example(dtype: torch.dtype) -> torch.Tensor:
@@ -64,7 +67,12 @@ def test_every_dtype_is_read_as_safetensors_wrote_it(
     tmp_path: Path, located: Located, name: str
 ) -> None:
     tensor = example(DTYPES[name])
-    save_file({"x": tensor}, tmp_path / "model.safetensors")
+    try:
+        save_file({"x": tensor}, tmp_path / "model.safetensors")
+    except KeyError:
+        if not OTHER_VERSIONS:
+            raise
+        pytest.skip("this version of safetensors cannot write it")
     reader = Reader(tmp_path, located(tmp_path))
     assert reader.type_of("x") == TensorType(name, (3, 4))
     read = reader.read("x")
@@ -111,6 +119,7 @@ def test_nothing_warns_that_a_buffer_is_not_writable(tmp_path: Path) -> None:
         reader.read("x")
 
 
+@pytest.mark.skipif(not hasattr(torch, "float4_e2m1fn_x2"), reason="before torch 2.8")
 def test_f4_has_two_values_in_each_element_of_the_last_dimension(tmp_path: Path) -> None:
     reader = written(tmp_path, bytes(range(12)), 8, "F4", 3, 8)
     read = reader.read("x")

@@ -7,6 +7,7 @@ the same tensors is right, except where it is silently wrong.
 from __future__ import annotations
 
 import importlib
+import inspect
 import os
 import re
 import threading
@@ -419,7 +420,8 @@ def rules_of_llama(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[Any]], Non
     """Give the function that lets transformers have other rules for Llama."""
     tables: Any = conversion_mapping
     tables.get_checkpoint_conversion_mapping("llama")  # fill the table
-    by_type = hasattr(tables, "extract_weight_conversions_for_model")  # up to 5.8 at least
+    source = inspect.getsource(tables.get_model_conversion_mapping)
+    by_type = "conversion_mapping(class_name)" not in source  # up to 5.8 at least
 
     def put(rules: list[Any]) -> None:
         table = tables._checkpoint_conversion_mapping_cache
