@@ -127,7 +127,7 @@ def test_a_quantised_checkpoint_gives_a_plain_model(slug: str, manifest: Manifes
     _, config = manifest(slug)
     assert "quantization_config" in config
     model = built(config)
-    # transformers 5.0 builds each part in the dtype that its own config has, which is float16 there.
+    # transformers 5.0 builds each part in the dtype of its own config: there float16, for one.
     assert all(parameter.is_floating_point() for parameter in model.parameters())
     assert not getattr(model.config, "quantization_config", None)
 
