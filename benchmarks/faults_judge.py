@@ -28,7 +28,7 @@ __all__ = ["LIMIT_S", "Found", "State", "Told", "clear", "counted", "digest", "j
 
 LIMIT_S = 60.0
 """Seconds after which a process counts as hanging."""
-_REMOVING = ("unlink", "remove", "rmdir", "scandir", "listdir", "open to read")
+_REMOVING = ("unlink", "remove", "rmdir", "scandir", "listdir", "open to read", "lstat")
 _HOOKS = ("_hf_hook", "_old_forward", "forward", "hf_device_map")
 _FOREIGN = ("Traceback", "Error: [Errno", "hint: set MODELQUIRKS_DEBUG")
 

@@ -94,7 +94,8 @@ def filling(out: Path) -> Generator[Path]:
             _take_name(made[-1], out)
     except BaseException:
         for partial in made:
-            shutil.rmtree(partial, ignore_errors=True)
+            with suppress(MemoryError):  # the next export removes it; what went wrong is to be told
+                shutil.rmtree(partial, ignore_errors=True)
         with suppress(OSError):  # another process has put something there
             for path in parents:
                 path.rmdir()
