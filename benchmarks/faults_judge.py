@@ -253,11 +253,19 @@ def _wrong(job: Job, place: Place, trap: Trap, kind: Kind | None, stages: list[s
     Where the files were changed before anything was planned, or while it was, all of it may be new;
     never a part.
     """
+    last = [call.name for call in trap.fired][-1:]
+    if kind is not None and _may_be_cut(job, kind) and last == ["loaded"]:
+        return []  # views of a file that was cut off when all was done
     old = [*job.wrong(place.root)]
     is_early = bool(kind and kind.changes and trap.fired and "planned" not in trap.stages_before)
     if old and is_early and not [*job.wrong(place.root, 2)]:
         return []
     return old
+
+
+def _may_be_cut(job: Job, kind: Kind) -> bool:
+    """Tell whether the job has a file mapped that the fault cuts off."""
+    return kind.cuts and not job.options.get("copy", False)
 
 
 def _again(job: Job, place: Place, stages: list[str]) -> Iterator[str]:
@@ -330,7 +338,7 @@ def judged(
         faults.append(f"no end after {LIMIT_S:.0f} s: {error[-2000:]}")
     elif code < 0:
         outcome = "killed"
-        if -code != kind.dies:
+        if -code != kind.dies and not (_may_be_cut(job, kind) and -code == signal.SIGBUS):
             faults.append(f"killed by {signal.Signals(-code).name}")
     if told is not None:
         faults += told.faults

@@ -42,6 +42,9 @@ class Kind(NamedTuple):
     """Whether all later calls fail too; None: either."""
     is_whole: bool = False
     """It lasts for the whole job, whatever calls that makes."""
+    cuts: bool = False
+    """It truncates files, of which no program can rule out that they are mapped just then: what
+    becomes of that is in docs/faults.md, and a load of copies must not know it."""
 
 
 def failing(*numbers: int) -> Callable[[Hit, Place], Any]:
@@ -230,7 +233,7 @@ _ALL: tuple[Kind, ...] = (
     Kind("file replaced", changing(replaced), at_reading, changes=True, lasting=False),
     Kind("all files replaced", changing(all_replaced), at_reading, changes=True, lasting=False),
     Kind("file rewritten", changing(rewritten), at_reading, changes=True, lasting=False),
-    Kind("file truncated", changing(truncated), at_reading, changes=True, lasting=False),
+    Kind("file truncated", changing(truncated), at_reading, changes=True, lasting=False, cuts=True),
     Kind("file removed", changing(removed), at_reading, changes=True, lasting=False),
 )
 KINDS: Mapping[str, Kind] = {kind.name: kind for kind in _ALL}
