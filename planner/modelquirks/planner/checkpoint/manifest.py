@@ -195,7 +195,8 @@ class Manifest:
 
     @cached_property
     def _uneven_in_bytes(self) -> frozenset[str]:
-        return uneven(*self._sized)
+        """The same of those that differ in bytes, which dtype and shape make."""
+        return uneven(*self._sized) if self._uneven else frozenset()
 
     @property
     def _sized(self) -> tuple[Sequence[str], Sequence[int]]:
