@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -136,7 +136,11 @@ def _masters_of(grid: Grid, mp: int) -> dict[Origin, _Part]:
 def _ranks_of(grid: Grid, mp: int) -> tuple[list[OptimState | None], list[str]]:
     """Return the files of masters of a model-parallel rank, None if not there, and their names."""
     optims = [grid.optims.get((dp, mp)) for dp in range(grid.dp)]
-    return optims, [_file(optim, (dp, mp), optims) for dp, optim in enumerate(optims)]
+    half = next((optim.saved.name.half for optim in optims if optim), "")
+    return optims, [
+        optim_name((dp, mp), half) if optim is None else optim.saved.shard.name
+        for dp, optim in enumerate(optims)
+    ]
 
 
 def _add_partitions(grid: Grid, place: tuple[int, int], group: Shapes, found: _Part) -> None:
@@ -205,15 +209,6 @@ def _flat(optim: OptimState | None, number: int) -> StoredTensor | None:
 
 def _at(values: Sequence[Any], number: int, default: Any) -> Any:
     return values[number] if number < len(values) else default
-
-
-def _file(
-    optim: OptimState | None, place: tuple[int, int], optims: Iterable[OptimState | None]
-) -> str:
-    if optim is not None:
-        return optim.saved.shard.name
-    half = next((other.saved.name.half for other in optims if other), "")
-    return optim_name(place, half)
 
 
 def _module_of(grid: Grid, mp: int) -> dict[Origin, _Part]:

@@ -7,6 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
+from operator import itemgetter
 from typing import Any, TypeVar
 
 from modelquirks.planner.checkpoint.fingerprint import copies_among
@@ -130,8 +131,10 @@ def _one_save(grid: Grid, tag: str) -> Iterator[Finding]:
     yield from _equal(models, "global_samples", lambda m: m.number("global_samples"))
     yield from _equal(models, "dp_world_size", lambda m: m.number("dp_world_size"))
     yield from _equal(models, "mp_world_size", lambda m: m.number("mp_world_size"))
-    for mp in range(grid.mp):
-        alike = [model for (_, rank), model in grid.models.items() if rank == mp]
+    by_rank: dict[int, list[ModelState]] = {}
+    for (_, mp), model in sorted(grid.models.items(), key=itemgetter(0)):
+        by_rank.setdefault(mp, []).append(model)
+    for alike in by_rank.values():
         yield from _equal(alike, "param_shapes", lambda m: m.groups and _order(m.groups))
     both: list[ModelState | OptimState] = [*models, *optims]
     yield from _equal(both, "ds_version", _version)

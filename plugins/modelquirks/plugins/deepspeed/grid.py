@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
+from operator import itemgetter
 from pathlib import Path
 
 from modelquirks.plugins.deepspeed.files import StateName, list_states
@@ -78,8 +80,15 @@ class Grid:
 
     def facts_of(self, mp: int) -> ModelState | None:
         """Return the facts of a model-parallel rank, from the first file of it that has any."""
-        there = sorted(place for place in self.models if place[1] == mp)
-        return next((self.models[p] for p in there if self.models[p].saved.readable), None)
+        return self._facts.get(mp)
+
+    @cached_property
+    def _facts(self) -> Mapping[int, ModelState]:
+        found: dict[int, ModelState] = {}
+        for (_, mp), state in sorted(self.models.items(), key=itemgetter(0)):
+            if state.saved.readable:
+                found.setdefault(mp, state)
+        return found
 
 
 def read_grid(folder: Path, *, universal: bool = False) -> Grid:
