@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+import json
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -102,8 +104,29 @@ def made(
             return None
     if copy.files == dict(found.files):
         return None
-    copy.may_be_unseen |= {*kinds} in AGREEING
+    copy.may_be_unseen |= _agrees(kinds, copy)
     return Case(number, tuple(kinds), found, copy, device, seed)
+
+
+def _agrees(kinds: Collection[str], copy: Copy) -> bool:
+    """Tell whether two damages together left nothing for anybody to see but the values."""
+    return {*kinds} in AGREEING or (
+        len(kinds) > 1 and _outsides(copy.files) == _outsides(copy.subject.files)
+    )
+
+
+def _outsides(files: Mapping[str, bytes]) -> dict[str, object]:
+    """Return all of the files but the values: of safetensors files the entries of their headers."""
+    found: dict[str, object] = {}
+    for name, raw in files.items():
+        found[name] = raw
+        with suppress(ValueError, TypeError):
+            if name.endswith(".json"):
+                found[name] = json.loads(raw)
+            elif name.endswith(".safetensors"):
+                header = json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")])
+                found[name] = {**header, "__metadata__": None}
+    return found
 
 
 @cache
@@ -123,7 +146,7 @@ def run(case: Case, folder: Path, *, load: Load = ours) -> Verdict:
     write_files(folder, case.copy.files)
     said = usual(case.subject.name, case.device)
     found = judged(case.subject, folder, case.copy, usual=said, device=case.device, load=load)
-    if {*case.kinds} in AGREEING:
+    if _agrees(case.kinds, case.copy):
         return found
     if found.outcome == "unseen" and any(map(_is_seen_alone, _parts(case))):
         return found._replace(outcome="SILENT")
