@@ -139,11 +139,12 @@ def child(who: str, folder: Path, dtype: str) -> None:
 
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     wanted = getattr(torch, dtype)
-    if who.startswith("ours"):
-        model = on_meta(AutoConfig.from_pretrained(folder), wanted)
+    is_ours = who.startswith("ours")
+    model = on_meta(AutoConfig.from_pretrained(folder), wanted) if is_ours else None
+    if is_ours:
         importlib.import_module("modelquirks.planner.execution.perform")
     before, started = memory("VmHWM"), time.perf_counter()
-    if who.startswith("ours"):
+    if model is not None:
         from modelquirks.planner import Dispatcher
 
         plan = Dispatcher().plan(folder, model=model, device_map={"": "cpu"}, dtype=wanted)
