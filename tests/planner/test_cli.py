@@ -6,6 +6,7 @@ them.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import struct
@@ -312,6 +313,21 @@ def test_a_reader_that_has_seen_enough_gets_no_traceback(home: Path) -> None:
     assert process.stderr.read() == b""
     process.stderr.close()
     assert process.wait() == 141
+
+
+def test_it_makes_no_difference_who_meets_the_reader_that_has_seen_enough(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """``Console.on_broken_pipe`` of rich 15 ends with 1, which is a verdict here."""
+
+    def run(args: argparse.Namespace) -> int:
+        try:
+            raise BrokenPipeError
+        except BrokenPipeError:
+            raise SystemExit(1)  # noqa: B904
+
+    monkeypatch.setattr("modelquirks.planner.cli.inspect.run", run)
+    assert main(["inspect", "tiny"]) == 141
 
 
 # inspect

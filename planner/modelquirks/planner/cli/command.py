@@ -77,6 +77,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of our output has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + 13
+    except SystemExit as error:
+        if isinstance(error.__context__, BrokenPipeError):  # rich ends with 1, if it meets that
+            return 128 + 13
+        raise
     except KeyboardInterrupt:
         return 128 + 2
     except Exception as error:
