@@ -229,6 +229,36 @@ def test_experts_numbered_within_words_are_stacked_by_number(tmp_path: Path) -> 
     assert_same(model, right)
 
 
+@pytest.mark.parametrize(
+    ("third", "told"),
+    [("e4", "experts.e2.w2.weight' and '"), ("e01", "w2.weight' and '"), ("e2_1", "e2_1_of.w2")],
+)
+def test_a_gap_or_a_number_twice_within_words_is_refused(
+    third: str, told: str, tmp_path: Path
+) -> None:
+    """transformers 5.24 stacks them in the order of the names, in silence."""
+    settings = config("MixtralConfig", num_local_experts=4)
+    right = model_of("MixtralForCausalLM", settings)
+    end = "_of" if "_" in third else ""
+    renames = [
+        (r"experts\.([0-9])\.", rf"experts.e\1{end}."),
+        (rf"experts\.e3{end}\.", f"experts.{third}{end}."),
+    ]
+    plan, _ = planned(renamed_keys(stored(right, tmp_path), *renames), settings, tmp_path / "ours")
+    assert not plan.ok
+    assert "model.layers.0.mlp.experts.down_proj" in plan.audit.missing
+    assert told in plan.refusal(), plan.refusal()
+
+
+def test_a_number_written_with_a_zero_is_not_taken_for_another_expert(tmp_path: Path) -> None:
+    settings = config("MixtralConfig", num_local_experts=4)
+    right = model_of("MixtralForCausalLM", settings)
+    renamed = renamed_keys(stored(right, tmp_path), (r"experts\.3\.", "experts.01."))
+    plan, _ = planned(renamed, settings, tmp_path / "ours")
+    assert not plan.ok
+    assert "experts.01.w2.weight'" in plan.refusal(), plan.refusal()
+
+
 def test_what_keeps_transformers_from_making_a_tensor_is_named(tmp_path: Path) -> None:
     settings = config("MixtralConfig", num_local_experts=4, num_hidden_layers=2)
     right = stored(model_of("MixtralForCausalLM", settings), tmp_path)

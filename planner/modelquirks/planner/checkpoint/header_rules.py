@@ -29,7 +29,10 @@ _SENTENCES: dict[str, tuple[Severity, str]] = {
     "entry-invalid": ("error", "entries that are not as the format wants them"),
     "metadata-invalid": ("error", "metadata that is no string"),
     "offsets-invalid": ("error", "ranges that are not two whole numbers in order"),
-    "shape-invalid": ("error", "shapes that are not lists of at most 64 whole numbers from 0"),
+    "shape-invalid": (
+        "error",
+        f"shapes that are not lists of at most {MAX_DIMS} whole numbers from 0",
+    ),
     "size-mismatch": ("error", "ranges that do not fit dtype and shape"),
     "sub-byte": ("error", "tensors that do not end at a byte"),
 }

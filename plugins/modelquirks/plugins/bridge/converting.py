@@ -16,7 +16,14 @@ from modelquirks.plugins.bridge.internals import Found, converted, found, source
 from modelquirks.plugins.bridge.naming import Naming
 from modelquirks.plugins.bridge.opaque import opaque
 from modelquirks.plugins.bridge.rolling import rolled
-from modelquirks.quirks.family import Family, group, indices_of, show, template_of
+from modelquirks.quirks.family import (
+    Family,
+    group,
+    indices_of,
+    raw_templates,
+    show,
+    template_of,
+)
 from modelquirks.quirks.recipe import Node, Opaque, Source, TensorType, mapped
 from modelquirks.quirks.record import Convert
 
@@ -74,7 +81,8 @@ class Converting:
                 one, other = map(self._told, unlike)
                 text = (
                     f"transformers would make {name!r} of {one!r} and {other!r}, which are not "
-                    "numbered alike, so that their order is a guess: nothing is made of them"
+                    "numbered alike and one after another, so that their order is a guess: nothing "
+                    "is made of them"
                 )
                 self.problems[text] = None
                 continue
@@ -248,9 +256,8 @@ def _unlike(names: Sequence[str]) -> tuple[str, str] | None:
     """
     words = [_DIGITS.sub("#", name) for name in names]
     counts = Counter(words)
-    shortest = min(counts, key=len)
-    if all(word == shortest or _is_prefixed(word, shortest) for word in counts):
-        return None
+    if _are_alike(counts):
+        return _gap(names)
     (usual, _), *rest = counts.most_common()
     odd = rest[-1][0]
     return names[words.index(odd)], names[words.index(usual)]
@@ -264,8 +271,32 @@ def _lacking(names: Sequence[str], others: Sequence[str]) -> list[str]:
     return [template.format(*index) for index in indices_of(others) if index not in known]
 
 
-def _is_prefixed(word: str, shortest: str) -> bool:
-    return word.endswith(f".{shortest}") and "#" not in word[: -len(shortest)]
+def _gap(names: Sequence[str]) -> tuple[str, str] | None:
+    """Return two of *names* between which a number is missing or comes twice: ``e.e2``, ``e.e4``.
+
+    Of names that differ in more than indices, which are the account's business: ``e.01`` is ``e.1``
+    here, and no index.
+    """
+    if _are_alike({*raw_templates(names)}):
+        return None
+    ordered = _sorted(names)
+    columns = zip(*([*map(int, _DIGITS.findall(name))] for name in ordered), strict=False)
+    varying = [column for column in columns if len({*column}) > 1]
+    if varying == [(*range(len(names)),)]:
+        return None
+    numbers = varying[0] if varying else ()
+    at = next((n for n, number in enumerate(numbers) if number != n), 1)
+    return ordered[max(at - 1, 0)], ordered[max(at, 1)]
+
+
+def _are_alike(texts: Collection[str]) -> bool:
+    """Tell whether these are one and the same, but for a prefix without numbers."""
+    shortest = min(texts, key=len)
+    return all(
+        text == shortest
+        or (text.endswith(f".{shortest}") and {*"#{"}.isdisjoint(text[: -len(shortest)]))
+        for text in texts
+    )
 
 
 def _index(name: str) -> Index:
