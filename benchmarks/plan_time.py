@@ -1,11 +1,13 @@
 """How long planning a checkpoint of 208,550 tensors takes, beside only parsing its headers.
 
-    python benchmarks/plan_time.py [--pairs N] [--steps] [--rows bare,packed,stacked] [--keep DIR]
+    python benchmarks/plan_time.py [--pairs N] [--rows bare,packed,stacked] [--parted]
+                                   [--steps] [--keep DIR]
 
 The checkpoint is made here and takes no disk: 64 safetensors files with whole headers over empty
 (sparse) data, and an index. Names, dtypes and shapes are those of Kimi-K2.6: 61 layers with
 multi-head latent attention, 60 of them with 384 experts in compressed-tensors' pack-quantized int4
 (``weight_packed``, ``weight_scale``, ``weight_shape``), and a vision tower of 27 blocks.
+A file holds a layer, or with ``--parted`` parts of two.
 
 The floor is a process that reads the header of each file and calls ``json.loads`` on it. Beside it,
 a process that plans: folder to device map over one accelerator, cpu and disk. Whole processes and
@@ -27,6 +29,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -180,11 +183,18 @@ def files() -> list[list[Tensor]]:
     return [*(list(layer(number, packed_experts)) for number in range(N_LAYERS)), *ends]
 
 
-def write_checkpoint(folder: Path) -> None:
+def cut_anywhere() -> list[list[Tensor]]:
+    """Return the same tensors in as many files, cut by their number, so that layers are parted."""
+    tensors = [tensor for file in files() for tensor in file]
+    bounds = [len(tensors) * number // N_FILES for number in range(N_FILES + 1)]
+    return [tensors[begin:end] for begin, end in pairwise(bounds)]
+
+
+def write_checkpoint(folder: Path, *, by_layer: bool) -> None:
     """Write the files (their data as holes), the index and config.json."""
     weight_map: dict[str, str] = {}
     total = 0
-    for number, tensors in enumerate(files(), 1):
+    for number, tensors in enumerate(files() if by_layer else cut_anywhere(), 1):
         shard = f"model-{number:05}-of-{N_FILES:06}.safetensors"
         # As the library has them: the widest dtypes first, then by name.
         ordered = sorted(tensors, key=lambda t: (-BYTES[t.dtype], t.name))
@@ -264,7 +274,7 @@ def watched_steps() -> Timed:
     ):
         if hasattr(dispatcher, name):
             timed.watch(dispatcher, name, step)
-    for name in ("raw_templates", "grouped"):
+    for name in ("templates_of", "grouped"):
         timed.watch(manifest, name, "group names")
     return timed
 
@@ -365,6 +375,7 @@ def main() -> None:
     parser.add_argument("--rows", default="bare,packed,stacked")
     parser.add_argument("--steps", action="store_true", help="print what each step takes")
     parser.add_argument("--keep", type=Path, help="folder for the checkpoint, made if it is empty")
+    parser.add_argument("--parted", action="store_true", help="files that begin within a layer")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
@@ -374,7 +385,7 @@ def main() -> None:
         folder = args.keep or Path(name)
         folder.mkdir(parents=True, exist_ok=True)
         if not (folder / "config.json").exists():
-            write_checkpoint(folder)
+            write_checkpoint(folder, by_layer=not args.parted)
         sizes = [path.stat().st_size for path in folder.glob("*.safetensors")]
         print(f"{N_TENSORS:,} tensors, {len(sizes)} files of {sum(sizes) / 1e9:,.0f} GB, empty")
         for row in args.rows.split(","):

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from modelquirks.planner.checkpoint.compact_header import Columns, compact_columns
@@ -36,13 +36,17 @@ def columns_of(text: str, *, n_bytes: int) -> Columns | None:
     return compact_columns(text.encode(), text, data_bytes=n_bytes)
 
 
+def types_of(columns: Columns) -> dict[str, Any]:
+    return dict(zip(columns.block.names, columns.types, strict=True))
+
+
 @pytest.mark.parametrize("numbers", [(1, 2), (9, 10), (10, 9), (7, 7)])
 def test_one_layer_after_another_has_names_of_its_own(numbers: tuple[int, int]) -> None:
     for number in numbers:
         columns = columns_of(layer_header(number, "1.w", "layers.1.w"), n_bytes=4)
 
         assert columns is not None
-        assert columns.types == {
+        assert types_of(columns) == {
             f"model.layers.{number}.1.w": (2, "U8", (2,)),
             f"model.layers.{number}.layers.1.w": (2, "U8", (2,)),
         }
@@ -65,7 +69,7 @@ def test_a_layer_unlike_the_last_is_read_by_itself(second: str, n_bytes: int) ->
     columns = columns_of(second, n_bytes=n_bytes)
 
     assert columns is not None
-    assert {name: size for name, (size, _, _) in columns.types.items()} == {
+    assert {name: size for name, (size, _, _) in types_of(columns).items()} == {
         name: entry["shape"][0] for name, entry in json.loads(second).items()
     }
 
@@ -134,6 +138,80 @@ def test_an_index_of_the_usual_form_is_not_parsed(style: dict[str, Any], n_files
     assert found is not None
     assert isinstance(found["weight_map"], WeightMap)
     assert found == {"weight_map": weight_map, "metadata": {}}
+
+
+kinds = (
+    ["a.w", "b.w"],
+    ["a.w", "c.w"],
+    ["a.w", "b.w", "layers.2.w"],
+    ["a.w"],
+    ["b.w", "a.w"],
+    ["0.w", "é.w"],
+)
+STYLES: list[dict[str, Any]] = [{}, {"indent": 2}, {"separators": (",", ":")}]
+
+
+@given(
+    layers=st.lists(
+        st.tuples(
+            st.sampled_from(["", "m.", "layers.2."]),
+            st.integers(0, 12),
+            st.sampled_from(kinds),
+            st.sampled_from((*FILES, *FILES, "layers.2.bin", "3")),
+        ),
+        max_size=7,
+    ),
+    style=st.sampled_from(STYLES),
+    edits=st.lists(
+        st.tuples(st.integers(0, 2000), st.sampled_from(["", "2", "a", '"', ",", "}", "\n", "\f"])),
+        max_size=1,
+    ),
+)
+@settings(deadline=None, max_examples=400)
+def test_layers_that_differ_in_a_number_are_what_the_parser_makes_of_them(
+    layers: list[tuple[str, int, list[str], str]],
+    style: dict[str, Any],
+    edits: list[tuple[int, str]],
+) -> None:
+    entries = [
+        (f"{before}layers.{number}.{tail}", file)
+        for before, number, tails, file in layers
+        for tail in tails
+    ]
+    one = json.dumps({"weight_map": {}}, **style)
+    each = (json.dumps({name: file}, ensure_ascii=False, **style)[1:-1] for name, file in entries)
+    comma = style.get("separators", (", ", ""))[0] if "indent" not in style else ","
+    text = one.replace("{}", f"{{{comma.join(text.rstrip() for text in each)}}}")  # also twice
+    for at, instead in edits:
+        text = text[: at % len(text)] + instead + text[at % len(text) + 1 :]
+
+    found = compact_index(text.encode())
+
+    twice: dict[str, bool] = {}
+    parsed = parse_json(text, duplicates=twice)
+    if found is None:
+        plain = bool(entries) and not edits
+        assert not plain or twice, "left to the parser for nothing"
+        return
+    assert parsed == {**found, "weight_map": dict(found["weight_map"])}
+    assert not twice
+    assert [*found["weight_map"]] == [*json.loads(text)["weight_map"]]
+
+
+def test_layers_that_differ_in_a_number_are_alike() -> None:
+    tails = [f"mlp.experts.{n}.weight" for n in range(600)]
+    weight_map = {
+        f"h.{layer}.{tail}": f"model-{layer}.safetensors" for layer in range(5) for tail in tails
+    }
+    weight_map |= {"norm": "model-4.safetensors", "h.7.b": "x", "h.8.b": "y"}
+
+    found = compact_index(json.dumps({"weight_map": weight_map}, indent=2).encode())
+
+    assert found is not None
+    blocks = [run.block for run in found["weight_map"].runs]
+    assert [block.head for block in blocks] == [*(f"h.{n}." for n in range(5)), "", "h.7.", "h.8."]
+    assert len({block.tails for block in blocks[:5]}) == 1
+    assert blocks[6].tails is blocks[7].tails
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,9 @@ import json
 import struct
 import subprocess
 import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -15,7 +17,7 @@ from hypothesis import strategies as st
 
 from modelquirks.planner.checkpoint.fingerprint import layout_digest
 from modelquirks.planner.checkpoint.lazy_tensors import LazyTensors
-from modelquirks.planner.checkpoint.manifest import Manifest, StoredTensor
+from modelquirks.planner.checkpoint.manifest import DtypeAndShape, Manifest, StoredTensor
 from modelquirks.planner.checkpoint.open import open_manifest
 from modelquirks.planner.mapping.logical import from_renamed
 from modelquirks.planner.model.skeleton import ModelTensor, Skeleton
@@ -23,6 +25,7 @@ from modelquirks.planner.placement.moduletree import ModuleTree
 from modelquirks.planner.placement.outline import Outline, outlined
 from modelquirks.planner.placement.placement import place
 from modelquirks.planner.placement.tree import tree_of_checkpoint
+from modelquirks.quirks.block import Block, Tails
 from modelquirks.quirks.family import group
 from modelquirks.quirks.resolve import Renamed
 
@@ -90,6 +93,58 @@ def test_types_by_family_are_those_of_each_tensor(tmp_path: Path) -> None:
         assert manifest.uneven_types == {"h.{0}": [("I8", (4,)), ("I8", (6,))]}
 
 
+kinds = ({"a": 3, "b.0": 3, "b.1": 3}, {"a": 3, "b.0": 3, "b.1": 4}, {"a": 5}, {"b.1": 3, "a": 3})
+layers = st.lists(st.sampled_from(kinds), min_size=1, max_size=6)
+
+
+@relaxed
+@given(layers, st.booleans(), st.booleans())
+def test_layers_in_files_of_their_own_are_read_as_they_would_be_one_by_one(
+    drawn: list[dict[str, int]], with_index: bool, with_head: bool
+) -> None:
+    files = [
+        {f"h.{number}.{tail}": size for tail, size in sizes.items()}
+        for number, sizes in enumerate(drawn)
+    ]
+    files += [{"head": 2}] * with_head
+    with TemporaryDirectory() as quick, TemporaryDirectory() as plain:
+        lazy, read = (
+            opened(Path(at), files, odd=odd, with_index=with_index)
+            for at, odd in ((quick, False), (plain, True))
+        )
+
+        assert isinstance(lazy.tensors, LazyTensors)
+        assert not isinstance(read.tensors, LazyTensors)
+        assert [*lazy.tensors] == [*read.tensors]
+        assert {n: t[2:4] for n, t in lazy.tensors.items()} == {
+            n: t[2:4] for n, t in read.tensors.items()
+        }
+        assert all(lazy.dtype_of(name) == "I8" for name in read.tensors)
+        assert lazy.sizes == read.sizes
+        assert lazy.families == read.families
+        assert [f.members for f in lazy.families.values()] == [
+            f.members for f in read.families.values()
+        ]
+        assert (lazy.even_types, lazy.uneven_types) == (read.even_types, read.uneven_types)
+        assert lazy.even_sizes == {
+            t: size for t, kind in lazy.even_types.items() for size in sizes_in([kind])
+        }
+        assert lazy.uneven_sizes == {t: [*sizes_in(k)] for t, k in lazy.uneven_types.items()}
+
+
+def opened(
+    folder: Path, files: Sequence[dict[str, int]], *, odd: bool, with_index: bool
+) -> Manifest:
+    written(folder, *files, odd=odd)
+    if not with_index:
+        (folder / "model.safetensors.index.json").unlink()
+    return open_manifest(folder)
+
+
+def sizes_in(kinds: Sequence[DtypeAndShape]) -> Iterator[int]:
+    return (shape[0] for _, shape in kinds if shape)
+
+
 @relaxed
 @given(names, st.data())
 def test_a_model_takes_the_families_of_a_checkpoint_with_its_names_only(
@@ -123,7 +178,7 @@ def test_the_outline_of_a_checkpoint_is_that_of_its_whole_tree(
         n: StoredTensor(n, "f", "I8", (s,), 0, s) for n, s in zip(listed, sizes, strict=True)
     }
     types = [(size, "I8", (size,)) for size in sizes]
-    lazy = LazyTensors(tensors, types, frozenset(), (), lambda: tensors)
+    lazy = LazyTensors([Block("", Tails(listed))], types, frozenset(), (), lambda: tensors)
     pieces = [from_renamed(Renamed(f, f.template)) for f in group(listed).values()]
     for held in (tensors, lazy):
         manifest = Manifest(Path(), Path(), "safetensors", held, (), {})

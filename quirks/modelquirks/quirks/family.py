@@ -11,15 +11,19 @@ Python would write it: ``01`` and numbers of more than nine digits are text.
 from __future__ import annotations
 
 import re
-from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import compress
-from operator import ne
-from typing import cast
+from itertools import compress, islice
+from operator import itemgetter, ne
+from typing import TypeVar, cast
+
+from modelquirks.quirks.block import Block
 
 __all__ = ["Family", "group", "indices_of", "show", "template_of"]
+
+_T = TypeVar("_T")
 
 _INTEGER = r"(?:0|[1-9][0-9]{0,8})(?=[./:\n])"
 # One expression per separator: each starts with a literal, which `re` finds four times as fast
@@ -36,6 +40,7 @@ _PART = 4096
 _BETWEEN = bytes(byte for byte in range(256) if byte not in b"0123456789./:\n")
 
 Indices = tuple[tuple[int, ...], ...]
+_Pick = Callable[[Sequence[str]], Sequence[str]]
 _Digits = tuple[str, tuple[int, ...], int]
 """Digits of all names, which of them are indices, and how many there are in a name."""
 
@@ -88,27 +93,85 @@ def group(names: Iterable[str]) -> dict[str, Family]:
     [('a.{0}.w', 2), ('b', 1)]
     """
     listed = list(names)
-    return grouped(listed, raw_templates(listed))
+    return grouped([listed], [raw_templates(listed)])
 
 
-def grouped(names: Sequence[str], templates: Sequence[str]) -> dict[str, Family]:
-    """Return the families of *names*, whose :func:`raw_templates` are *templates*."""
+def grouped(
+    blocks: Sequence[Sequence[str]], templates: Sequence[Sequence[str]]
+) -> dict[str, Family]:
+    """Return the families of the names in *blocks*.
+
+    *templates* are the :func:`raw_templates` of each block; of alike ones they are one object.
+    """
     members: dict[str, list[str]] = {}
     digits: dict[str, list[bytes]] = {}
+    times = Counter(map(id, templates))
+    picks: dict[int, Mapping[str, _Pick]] = {}
+    for names, raws in zip(blocks, templates, strict=True):
+        if times[id(raws)] == 1:
+            found = _by_template(names, raws)
+        else:
+            if id(raws) not in picks:
+                picks[id(raws)] = _picks(raws)
+            found = ((raw, pick(names)) for raw, pick in picks[id(raws)].items())
+        for raw, some in found:
+            members.setdefault(raw, []).extend(some)
+            digits.setdefault(raw, []).append(_digits(some))
+    known: dict[_Digits, Indices] = {}
+    families = (
+        Family(numbered(raw), tuple(some), known, b".".join(digits[raw]))
+        for raw, some in members.items()
+    )
+    return {family.template: family for family in families}
+
+
+def _by_template(
+    names: Sequence[_T], templates: Sequence[str]
+) -> Iterator[tuple[str, Sequence[_T]]]:
+    """Yield names with their template; a template comes again for each part of many names."""
     for begin in range(0, len(names), _PART):
-        part: dict[str, list[str]] = defaultdict(list)
+        part: dict[str, list[_T]] = defaultdict(list)
         here = slice(begin, begin + _PART)
         entered = map(list.append, map(part.__getitem__, templates[here]), names[here])
         deque(entered, maxlen=0)  # at the speed of C, as a loop of so little in it is not
-        for template, found in part.items():
-            members.setdefault(template, []).extend(found)
-            digits.setdefault(template, []).append(_digits(found))
-    known: dict[_Digits, Indices] = {}
-    families = (
-        Family(numbered(raw), tuple(found), known, b".".join(digits[raw]))
-        for raw, found in members.items()
-    )
-    return {family.template: family for family in families}
+        yield from part.items()
+
+
+def _picks(templates: Sequence[str]) -> Mapping[str, _Pick]:
+    """Return what takes the names of each template out of those of a block."""
+    places: dict[str, list[int]] = {}
+    for raw, some in _by_template(range(len(templates)), templates):
+        places.setdefault(raw, []).extend(some)
+    return {raw: _pick(some) for raw, some in places.items()}
+
+
+def _pick(places: Sequence[int]) -> _Pick:
+    step = places[1] - places[0] if len(places) > 1 else 1
+    evenly = range(places[0], places[-1] + 1, step)
+    if [*evenly] == [*places]:  # most often: a dozen tensors of each expert, in one order
+        return itemgetter(slice(evenly.start, evenly.stop, step))
+    return lambda names: [*map(names.__getitem__, places)]
+
+
+def distinct(
+    templates: Sequence[Sequence[str]], values: Iterable[_T]
+) -> tuple[list[str], list[_T]]:
+    """Return *templates* of blocks, and the *values* beside them, without blocks that repeat one.
+
+    >>> layer, other = ["w", "b"], ["w"]
+    >>> distinct([layer, layer, other], [1, 2, 1, 2, 1])
+    (['w', 'b', 'w'], [1, 2, 1])
+    """
+    keys: list[str] = []
+    kept: list[_T] = []
+    known: dict[int, list[_T]] = {}
+    rest = iter(values)
+    for raws in templates:
+        here = [*islice(rest, len(raws))]
+        if known.setdefault(id(raws), here) is here or known[id(raws)] != here:
+            keys += raws
+            kept += here
+    return keys, kept
 
 
 def uneven(keys: Sequence[str], values: Sequence[object]) -> frozenset[str]:
@@ -165,7 +228,29 @@ def raw_templates(names: Sequence[str]) -> list[str]:
     >>> raw_templates(["a.0.w", "a.1.w"])
     ['a.{}.w', 'a.{}.w']
     """
+    return _raw_in_parts(names, _Raw())
+
+
+def templates_of(blocks: Iterable[Block]) -> list[Sequence[str]]:
+    """Return the raw templates of each block: one object for all that are alike.
+
+    >>> from modelquirks.quirks.block import Tails
+    >>> tails = Tails(["w"])
+    >>> templates_of([Block("h.1.", tails), Block("h.2.", tails)])
+    [['h.{}.w'], ['h.{}.w']]
+    """
     told = _Raw()
+    known: dict[tuple[str, int], Sequence[str]] = {}
+    found: list[Sequence[str]] = []
+    for block in blocks:
+        key = (_raw_in_parts([block.head], told)[0], id(block.tails))
+        if key not in known:
+            known[key] = _raw_in_parts(block.names, told)
+        found.append(known[key])
+    return found
+
+
+def _raw_in_parts(names: Sequence[str], told: _Raw) -> list[str]:
     found: list[str] = []
     for begin in range(0, len(names), _PART):
         found += _raw_templates(names[begin : begin + _PART], told)

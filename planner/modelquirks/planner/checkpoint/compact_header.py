@@ -11,7 +11,8 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, pairwise
 from operator import itemgetter, sub
@@ -21,6 +22,7 @@ from modelquirks.planner.checkpoint.header_rules import DTYPES
 from modelquirks.planner.checkpoint.json_text import has_controls, parse_json
 from modelquirks.planner.checkpoint.lazy_tensors import StoredType
 from modelquirks.planner.dtypes import MAX_DIMS
+from modelquirks.quirks.block import Block, Tails, heads_of
 
 __all__ = ["Columns", "compact_columns"]
 
@@ -30,8 +32,8 @@ _CUT = 4
 """Pieces of an entry: what was in front of it, name, ``F32","shape":[2,3`` and ``0,24``."""
 _KIND = re.compile(r'([A-Z0-9_]++)","shape":\[([0-9,]*+)')
 _SPANS = re.compile(r"(0|[1-9][0-9]{0,18}+),(0|[1-9][0-9]{0,18}+);")
-_NUMBER = re.compile(r"(?<![A-Za-z_])[A-Za-z_]++\.[0-9]++\.")
-_MAX_KEPT = 1 << 22
+_KEPT, _MAX_KEPT = 3, 1 << 22
+"""Headers that are kept to compare others with, and how long one may be."""
 _PART = 32_768
 """Characters of a part."""
 _METADATA = '{"__metadata__":'
@@ -41,8 +43,12 @@ _DECODER = json.JSONDecoder()
 class Columns(NamedTuple):
     """The entries of a header, by column."""
 
-    types: Mapping[str, StoredType]
-    """Bytes, dtype and shape of each tensor by its name."""
+    block: Block
+    """The names, each once."""
+    types: Sequence[StoredType]
+    """Bytes, dtype and shape of each tensor."""
+    shapes: frozenset[tuple[int, ...]]
+    """Those that occur."""
     begins: Sequence[int]
     """Counted from the start of the data."""
     metadata: dict[str, Any]
@@ -57,45 +63,70 @@ def compact_columns(raw: bytes, text: str, *, data_bytes: int) -> Columns | None
     columns = _like_the_last(body, data_bytes)
     if columns is None and not has_controls(raw) and "\\" not in body:
         columns = _columns(body, data_bytes)
-    if columns is None:
-        return None
-    if len(body) <= _MAX_KEPT:
-        _last[:] = [_Read(body, data_bytes, columns)]
-    return columns._replace(metadata=metadata)
+        if columns is not None and len(body) <= _MAX_KEPT:
+            _last[:] = [_Read(body, data_bytes, columns), *_last[: _KEPT - 1]]
+    return None if columns is None else columns._replace(metadata=metadata)
 
 
-class _Read(NamedTuple):
+class _Cut(NamedTuple):
+    """A header in which every name begins with one head."""
+
+    head: str
+    pieces: Sequence[str]
+    """The text between the heads, with the quotes in front of them."""
+    tails: Tails | None
+    """None: some name begins with something else."""
+
+    def with_head(self, head: str) -> str:
+        """Return the text as it is with another head."""
+        return f'"{head}'.join(self.pieces)
+
+
+@dataclass
+class _Read:
     """A header that was read."""
 
     body: str
     data_bytes: int
     columns: Columns
+    _known: _Cut | None = None
+
+    def cut(self, head: str) -> _Cut:
+        """Return the text cut at *head*."""
+        cut = self._known
+        if cut is None or cut.head != head:
+            # A dot is nowhere but in names, so that a quote before a head is that of a name.
+            pieces, names = self.body.split(f'"{head}'), self.columns.block.names
+            whole = len(pieces) == len(names) + 1 and not pieces[0]
+            tails = Tails([name[len(head) :] for name in names]) if whole else None
+            cut = self._known = _Cut(head, pieces, tails)  # at once: there may be other threads
+        return cut
 
 
 _last: list[_Read] = []
-"""The last header, if it is of a usual size: often a file holds a layer, and the next one too."""
+"""Headers that were like none before: often a file holds a layer, and the next one too."""
 
 
 def _like_the_last(body: str, data_bytes: int) -> Columns | None:
-    """Return the columns of *body* if it differs from the last one in the number of a layer only.
+    """Return the columns of *body* if it differs from another in the number of a layer only.
 
-    The number is told by the first name. A dot is nowhere but in names, so that what is true of the
-    whole text is true of them.
+    The number is told by the first name.
     """
     for last in _last:
-        pairs = zip(_first_numbers(last.body), _first_numbers(body), strict=False)
-        old, new = next((pair for pair in pairs if pair[0] != pair[1]), ("", ""))
-        if not old or last.data_bytes != data_bytes or last.body.replace(old, new) != body:
-            return None
-        names = "\n".join(last.columns.types).replace(old, new).split("\n")
-        types = dict(zip(names, last.columns.types.values(), strict=True))
-        return last.columns._replace(types=types) if len(types) == len(names) else None
+        heads = heads_of(_first_name(last.body), _first_name(body))
+        if heads is None or last.data_bytes != data_bytes:
+            continue
+        longer = len(last.columns.block) * (len(heads[1]) - len(heads[0]))
+        if len(body) != len(last.body) + longer:  # nothing is compared that cannot be equal
+            continue
+        cut = last.cut(heads[0])
+        if cut.tails is not None and cut.with_head(heads[1]) == body:
+            return last.columns._replace(block=Block(heads[1], cut.tails))
     return None
 
 
-def _first_numbers(body: str) -> list[str]:
-    """Return ``layers.1.`` and the like in the first name."""
-    return _NUMBER.findall(body, 0, body.find('"', 1))
+def _first_name(body: str) -> str:
+    return body[1 : body.find('"', 1)]
 
 
 def _columns(body: str, data_bytes: int) -> Columns | None:
@@ -111,13 +142,12 @@ def _columns(body: str, data_bytes: int) -> Columns | None:
         names += pieces[1::_CUT]
         types += map(kinds.__getitem__, pieces[2::_CUT])
         spans += pieces[3::_CUT]
-    if None in kinds.values() or not names:
-        return None
-    by_name = dict(zip(names, types, strict=True))
-    if len(by_name) != len(names) or "__metadata__" in by_name:
+    known = [*kinds.values()]
+    if None in known or not names or len({*names, "__metadata__"}) != len(names) + 1:
         return None
     begins = _begins(";".join(spans), (*map(itemgetter(0), types),), data_bytes)
-    return None if begins is None else Columns(by_name, begins, {})
+    shapes = frozenset(kind[2] for kind in known if kind is not None)
+    return None if begins is None else Columns(Block("", Tails(names)), types, shapes, begins, {})
 
 
 class _Kinds(dict[str, StoredType | None]):

@@ -10,24 +10,32 @@ from __future__ import annotations
 
 import re
 from collections.abc import ItemsView, Iterable, Iterator, Mapping, Sequence, ValuesView
+from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain, groupby
-from typing import Any
+from itertools import groupby, repeat
+from typing import Any, NamedTuple
 
 from modelquirks.planner.checkpoint.json_text import has_controls, parse_json
+from modelquirks.quirks.block import Block, Tails, all_different, heads_of, names_of
 
 __all__ = ["Run", "WeightMap", "compact_index", "runs_of"]
-
-Run = tuple[str, list[str]]
-"""A file, and the names that follow each other and are in it."""
 
 _KEY = b'"weight_map"'
 _START = re.compile(_KEY + rb"[ \t\n\r]*:[ \t\n\r]*\{[ \t\n\r]*")
 _BETWEEN = re.compile(rb'"[^"]*"([ \t\n\r]*:[ \t\n\r]*)"[^"]*"(?:([ \t\n\r]*,[ \t\n\r]*)")?')
-_ENTRY = re.compile(r'"[^"]*"\s*:\s*"([^"]*)"')
+_ENTRY = re.compile(rb'"([^"]*)"[ \t\n\r]*:[ \t\n\r]*"([^"]*)"')
 _CUT = 4  # "name": "file", cut at each quote
 _PART = 32_768
 """Bytes of a part."""
+_KEPT, _TRIES = 3, 2
+"""Runs that are kept to compare others with, and how often all may be compared for nothing."""
+
+
+class Run(NamedTuple):
+    """Names that follow each other and are in one file."""
+
+    file: str
+    block: Block
 
 
 class WeightMap(Mapping[str, str]):
@@ -36,13 +44,13 @@ class WeightMap(Mapping[str, str]):
     def __init__(self, runs: Sequence[Run]) -> None:
         """Take the runs in the order of the index."""
         self.runs = runs
-        self._names = [*chain.from_iterable(names for _, names in runs)]
+        self._names = [*names_of(run.block for run in runs)]
 
     @cached_property
     def _files(self) -> dict[str, str]:
         found: dict[str, str] = {}
-        for file, names in self.runs:
-            found |= dict.fromkeys(names, file)
+        for run in self.runs:
+            found |= dict.fromkeys(run.block.names, run.file)
         return found
 
     def __getitem__(self, name: str) -> str:
@@ -70,11 +78,11 @@ class WeightMap(Mapping[str, str]):
         return self._files.items()
 
 
-def runs_of(weight_map: Mapping[str, str]) -> Iterable[Run]:
+def runs_of(weight_map: Mapping[str, str]) -> Sequence[Run]:
     """Return the runs of an index, however it was read."""
     if isinstance(weight_map, WeightMap):
         return weight_map.runs
-    return _runs([*weight_map], weight_map.values())
+    return [_run(*found) for found in _runs([*weight_map], weight_map.values())]
 
 
 def compact_index(raw: bytes) -> dict[str, Any] | None:
@@ -91,7 +99,7 @@ def compact_index(raw: bytes) -> dict[str, Any] | None:
     twice: dict[str, bool] = {}
     try:
         document = parse_json(rest.decode("utf-8-sig"), duplicates=twice)
-        runs = _entries(raw, begin, end)
+        runs = _Entries.read(raw, begin, end)
     except UnicodeDecodeError:
         return None
     # The key is nowhere else, so that it is here where the entries were.
@@ -99,52 +107,130 @@ def compact_index(raw: bytes) -> dict[str, Any] | None:
         return None
     if runs is None or twice or rest.count(_KEY) > 1:
         return None
-    weight_map = document["weight_map"] = WeightMap(runs)
-    return document if len({*weight_map}) == len(weight_map) else None
+    document["weight_map"] = WeightMap(runs)
+    return document if all_different([run.block for run in runs]) else None
 
 
-def _entries(raw: bytes, begin: int, end: int) -> list[Run] | None:
-    """Return the runs of ``"name": "file", "name": "file"``, None if it is anything else."""
-    first = _BETWEEN.match(raw, begin, end)
-    if first is None:
-        return None
-    colon, comma = first[1].decode(), (first[2] or b",").decode()
-    found: list[Run] = []
-    for part in _parts(raw, begin, end, comma):
-        runs = _one_file(part, colon, comma) or _several_files(part, colon, comma)
-        if runs is None:
+class _Entries:
+    """``"name": "file", "name": "file"``, written with one kind of space throughout."""
+
+    def __init__(self, raw: bytes, end: int, colon: str, comma: str) -> None:
+        self._raw, self._end = raw, end
+        self._colon, self._comma = colon, comma
+        self._found: list[_Found] = []
+        self._kept: list[_Found] = []
+        self._patience = _TRIES * end
+        """Bytes that may still be compared for nothing."""
+
+    @classmethod
+    def read(cls, raw: bytes, begin: int, end: int) -> list[Run] | None:
+        """Return the runs in a part of *raw*, None if there is anything else."""
+        first = _BETWEEN.match(raw, begin, end)
+        if first is None:
             return None
-        for file, names in runs:
-            if has_controls(f"{file}{''.join(names)}".encode()):
+        self = cls(raw, end, first[1].decode(), (first[2] or b",").decode())
+        while begin < end:
+            begin = self._like_another(begin) or self._part(begin)
+            if begin < 0:
                 return None
-            if found and found[-1][0] == file:
-                found[-1][1].extend(names)
-            else:
-                found.append((file, names))
-    return found
+        return [found.run for found in self._found]
+
+    def _like_another(self, begin: int) -> int:
+        """Take a run that differs from another in a number; return its end, 0 if it is none."""
+        first = _ENTRY.match(self._raw, begin, self._end)
+        if first is None or self._patience < 0:
+            return 0
+        name, file = first[1].decode(), first[2].decode()
+        if self._found and self._found[-1].file == file:
+            return 0
+        for other in self._kept:
+            heads = heads_of(other.names[0], name)
+            tails = None if heads is None else other.cut(heads[0])
+            if heads is None or tails is None or _is_odd(file, ()):
+                continue
+            block = Block(heads[1], tails)
+            text = self._text(file, block.names)
+            if self._raw.startswith(text, begin) and (end := self._next(begin + len(text))):
+                self._found.append(_Found(file, [*block.names], block))
+                return end
+            self._patience -= len(text)
+        return 0
+
+    def _next(self, at: int) -> int:
+        """Return where the entry begins that follows one that ends at *at*, 0 if none does."""
+        if at == self._end:
+            return at
+        comma = self._comma.encode()
+        return at + len(comma) if self._raw.startswith(comma + b'"', at) else 0
+
+    def _text(self, file: str, names: Sequence[str]) -> bytes:
+        """Return entries as they are written, but for what is between the last one and another."""
+        end = f'"{self._colon}"{file}"'
+        between = f'{end}{self._comma}"'
+        return f'"{between.join(names)}{end}'.encode()
+
+    def _part(self, begin: int) -> int:
+        """Take a part that stays in the cache of a processor; return its end, -1 to give up."""
+        at = self._raw.find(f'"{self._comma}"'.encode(), begin + _PART, self._end)
+        end = at + 1 if at >= 0 else self._end
+        part = self._raw[begin:end].decode()
+        runs = _one_file(part, self._colon, self._comma)
+        runs = runs or _several_files(part, self._colon, self._comma)
+        if runs is None or any(_is_odd(file, names) for file, names in runs):
+            return -1
+        begin = self._next(end)
+        if len(runs) > 1:  # the last one may be like another as a whole
+            begin = end - len(self._text(*runs.pop()))
+        for file, names in runs:
+            self._add(file, names)
+        return begin
+
+    def _add(self, file: str, names: list[str]) -> None:
+        last = self._found[-1] if self._found else None
+        if last is not None and last.file == file and last.block is None:
+            last.names.extend(names)
+        else:
+            self._found.append(_Found(file, names))
+            self._kept = [self._found[-1], *self._kept[: _KEPT - 1]]
 
 
-def _parts(raw: bytes, begin: int, end: int, comma: str) -> Iterator[str]:
-    """Cut the entries into parts that stay in the cache of a processor."""
-    between = f'"{comma}"'.encode()
-    while (at := raw.find(between, begin + _PART, end)) >= 0:
-        yield raw[begin : at + 1].decode()
-        begin = at + len(between) - 1
-    yield raw[begin:end].decode()
+@dataclass(eq=False)
+class _Found:
+    """A run, and how others are like it."""
+
+    file: str
+    names: list[str]
+    block: Block | None = None
+
+    def cut(self, head: str) -> Tails | None:
+        """Return what the names have behind *head*, None if one does not begin so."""
+        if self.block is None and all(map(str.startswith, self.names, repeat(head))):
+            self.block = Block(head, Tails([name[len(head) :] for name in self.names]))
+        block = self.block
+        return block.tails if block is not None and block.head == head else None
+
+    @property
+    def run(self) -> Run:
+        """What it comes to."""
+        return Run(self.file, self.block or Block("", Tails(self.names)))
 
 
-def _one_file(part: str, colon: str, comma: str) -> list[Run] | None:
+def _is_odd(file: str, names: Sequence[str]) -> bool:
+    return has_controls(f"{file}{''.join(names)}".encode())
+
+
+def _one_file(part: str, colon: str, comma: str) -> list[tuple[str, list[str]]] | None:
     """Return the entries of *part* if all are of the file of the first one."""
-    first = _ENTRY.match(part)
-    if first is None:
+    first = part.split('"', _CUT)
+    if len(first) <= _CUT or first[0]:
         return None
-    file = first[1]
+    file = first[3]
     end = f'"{colon}"{file}"'
     names = part[1 : -len(end)].split(f'{end}{comma}"')
     return [(file, names)] if part.endswith(end) and '"' not in "".join(names) else None
 
 
-def _several_files(part: str, colon: str, comma: str) -> list[Run] | None:
+def _several_files(part: str, colon: str, comma: str) -> list[tuple[str, list[str]]] | None:
     pieces = part.split('"')
     count = len(pieces) // _CUT
     if len(pieces) != _CUT * count + 1 or pieces[0] or pieces.pop():
@@ -154,8 +240,12 @@ def _several_files(part: str, colon: str, comma: str) -> list[Run] | None:
     return [*_runs(pieces[1::_CUT], pieces[3::_CUT])]
 
 
-def _runs(names: Sequence[str], files: Iterable[str]) -> Iterator[Run]:
+def _runs(names: Sequence[str], files: Iterable[str]) -> Iterator[tuple[str, list[str]]]:
     end = 0
     for file, run in groupby(files):
         begin, end = end, end + len([*run])
         yield file, [*names[begin:end]]
+
+
+def _run(file: str, names: Sequence[str]) -> Run:
+    return Run(file, Block("", Tails(names)))

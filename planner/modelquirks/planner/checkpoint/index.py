@@ -121,7 +121,7 @@ def _only_strings(
         text = f"the index {name!r} has an empty 'weight_map': it names no tensor."
         return {}, (), (Finding("weight-map-empty", "error", text),)
     if isinstance(weight_map, WeightMap):
-        return weight_map, dict.fromkeys(file for file, _ in weight_map.runs), ()
+        return weight_map, dict.fromkeys(run.file for run in weight_map.runs), ()
     try:
         distinct = dict.fromkeys(weight_map.values())
         if all(isinstance(shard, str) for shard in distinct):

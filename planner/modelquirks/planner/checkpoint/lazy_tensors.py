@@ -11,6 +11,8 @@ from functools import cached_property
 from operator import itemgetter
 from typing import TYPE_CHECKING
 
+from modelquirks.quirks.block import Block, names_of
+
 if TYPE_CHECKING:
     from modelquirks.planner.checkpoint.manifest import StoredTensor
 
@@ -25,44 +27,46 @@ class LazyTensors(Mapping[str, "StoredTensor"]):
 
     def __init__(
         self,
-        names: Mapping[str, object],
-        types: Mapping[str, StoredType] | Sequence[StoredType],
+        blocks: Sequence[Block],
+        types: Sequence[StoredType],
         shapes: frozenset[tuple[int, ...]],
         layout: tuple[str, ...],
         make: Callable[[], Mapping[str, StoredTensor]],
-        parts: Sequence[LazyTensors] = (),
     ) -> None:
-        """Take what is known; all but *names* is in the order of *names*.
-
-        *parts* together have the same tensors, and know them by name already.
-        """
-        self._names = names
-        self._given = types
-        self.types = [*types.values()] if isinstance(types, Mapping) else types
+        """Take what is known; *types* are in the order of the names in *blocks*, all different."""
+        self.blocks = blocks
+        self.types = types
         """The type of each tensor, in order."""
         self.shapes = shapes
         """Every shape that occurs."""
         self.layout = layout
         """Equal for two of these only if all tensors of both are at the same places."""
         self._make = make
-        self._parts = parts
+
+    @cached_property
+    def names(self) -> Sequence[str]:
+        """The names, in order."""
+        return self.blocks[0].names if len(self.blocks) == 1 else [*names_of(self.blocks)]
 
     @cached_property
     def by_name(self) -> Mapping[str, StoredType]:
         """The type of each tensor by its name."""
-        if isinstance(self._given, Mapping):
-            return self._given
-        return dict(zip(self._names, self.types, strict=True))
+        return dict(zip(self.names, self.types, strict=True))
 
     def type_of(self, name: str) -> StoredType:
         """Return the type of one tensor; KeyError if there is none of that name."""
-        part = next((part for part in self._parts if name in part), self)
-        return part.by_name[name]
+        begin = 0
+        for block in self.blocks:
+            place = block.place(name)
+            if place is not None:
+                return self.types[begin + place]
+            begin += len(block)
+        raise KeyError(name)
 
     @cached_property
     def sizes(self) -> Mapping[str, int]:
         """Bytes by name."""
-        return dict(zip(self._names, self.n_bytes, strict=True))
+        return dict(zip(self.names, self.n_bytes, strict=True))
 
     @cached_property
     def n_bytes(self) -> Sequence[int]:
@@ -80,15 +84,15 @@ class LazyTensors(Mapping[str, "StoredTensor"]):
 
     def __iter__(self) -> Iterator[str]:
         """Iterate over the names."""
-        return iter(self._names)
+        return iter(self.names)
 
     def __len__(self) -> int:
         """Return the number of names."""
-        return len(self._names)
+        return len(self.types)
 
     def __contains__(self, name: object) -> bool:
         """Tell whether there is a tensor of that name."""
-        return name in self._names
+        return name in self.by_name
 
     def values(self) -> ValuesView[StoredTensor]:
         """Return the tensors."""
@@ -100,18 +104,16 @@ class LazyTensors(Mapping[str, "StoredTensor"]):
 
 
 def joined(
-    parts: Sequence[LazyTensors],
-    names: Mapping[str, object],
-    types: Mapping[str, StoredType] | Sequence[StoredType],
+    parts: Sequence[LazyTensors], blocks: Sequence[Block], types: Sequence[StoredType]
 ) -> LazyTensors:
-    """Return the tensors of several files as one mapping, in the order of *names*."""
+    """Return the tensors of several files as one mapping, in the order of *blocks*."""
 
     def made() -> Mapping[str, StoredTensor]:
         found: dict[str, StoredTensor] = {}
         for part in parts:
             found.update(part.made)
-        return {name: found[name] for name in names}
+        return {name: found[name] for name in names_of(blocks)}
 
     shapes = frozenset[tuple[int, ...]]().union(*(part.shapes for part in parts))
     layout = tuple(sorted(line for part in parts for line in part.layout))
-    return LazyTensors(names, types, shapes, layout, made, parts)
+    return LazyTensors(blocks, types, shapes, layout, made)

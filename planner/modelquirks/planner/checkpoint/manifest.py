@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import compress
+from itertools import chain, compress
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -14,7 +14,8 @@ from modelquirks.planner.checkpoint.openoptions import AS_USUAL, OpenOptions
 from modelquirks.planner.checkpoint.origin import HubOrigin
 from modelquirks.planner.dtypes import nbytes
 from modelquirks.planner.finding import Finding
-from modelquirks.quirks.family import Family, grouped, numbered, raw_templates, uneven
+from modelquirks.quirks.block import Block, Tails
+from modelquirks.quirks.family import Family, distinct, grouped, numbered, templates_of, uneven
 from modelquirks.quirks.recipe import Node, Source, sources
 
 __all__ = ["MARK", "Format", "Manifest", "Shard", "StoredTensor", "shared_groups"]
@@ -115,12 +116,18 @@ class Manifest:
     @cached_property
     def families(self) -> Mapping[str, Family]:
         """The tensors by family, in stored order."""
-        return grouped([*self.tensors], self.templates)
+        return grouped([block.names for block in self._blocks], self.templates)
 
     @cached_property
-    def templates(self) -> list[str]:
-        """The raw template of each tensor."""
-        return raw_templates([*self.tensors])
+    def templates(self) -> Sequence[Sequence[str]]:
+        """The raw templates of the tensors, in order: of each block of names."""
+        return templates_of(self._blocks)
+
+    @property
+    def _blocks(self) -> Sequence[Block]:
+        if isinstance(self.tensors, LazyTensors):
+            return self.tensors.blocks
+        return (Block("", Tails([*self.tensors])),)
 
     @property
     def readable(self) -> Mapping[str, StoredTensor]:
@@ -174,12 +181,12 @@ class Manifest:
     @cached_property
     def uneven_sizes(self) -> Mapping[str, Sequence[int]]:
         """Bytes of each member of the other families, in order, by template."""
-        return _members(*self._sized, of=self._uneven_in_bytes)
+        return _members(self.templates, self._n_bytes, of=self._uneven_in_bytes)
 
     @cached_property
     def even_types(self) -> Mapping[str, DtypeAndShape]:
         """Dtype and shape of each tensor of a family, by template, where all have the same."""
-        types = _first(self.templates, self._types, but=self._uneven)
+        types = _first(*self._typed, but=self._uneven)
         return {template: type_[-2:] for template, type_ in types.items()}
 
     @cached_property
@@ -191,19 +198,27 @@ class Manifest:
     @cached_property
     def _uneven(self) -> frozenset[str]:
         """The raw templates of families whose members differ in dtype or shape."""
-        return uneven(self.templates, self._types)
+        return uneven(*self._typed)
 
     @cached_property
     def _uneven_in_bytes(self) -> frozenset[str]:
         """The same of those that differ in bytes, which dtype and shape make."""
         return uneven(*self._sized) if self._uneven else frozenset()
 
-    @property
+    @cached_property
+    def _typed(self) -> tuple[Sequence[str], Sequence[Any]]:
+        """Raw templates, and dtype and shape behind something else: all pairs that occur."""
+        return distinct(self.templates, self._types)
+
+    @cached_property
     def _sized(self) -> tuple[Sequence[str], Sequence[int]]:
-        """The raw template and the bytes of each tensor; nothing where they are not at hand."""
-        if not isinstance(self.tensors, LazyTensors):
-            return (), ()
-        return self.templates, self.tensors.n_bytes
+        """Raw templates and bytes, all pairs that occur; nothing where they are not at hand."""
+        return distinct(self.templates, self._n_bytes) if self._n_bytes else ((), ())
+
+    @property
+    def _n_bytes(self) -> Sequence[int]:
+        """The bytes of each tensor; nothing where they are not at hand."""
+        return self.tensors.n_bytes if isinstance(self.tensors, LazyTensors) else ()
 
     def dtype_of(self, name: str) -> str | None:
         """Return the dtype of a tensor, without making all that could be known of the others."""
@@ -261,11 +276,12 @@ def _first(raws: Sequence[str], values: Sequence[_T], *, but: frozenset[str]) ->
 
 
 def _members(
-    raws: Sequence[str], values: Sequence[_T], *, of: frozenset[str]
+    templates: Sequence[Sequence[str]], values: Sequence[_T], *, of: frozenset[str]
 ) -> dict[str, list[_T]]:
     """Return the value of each member *of* these families, in order, by template."""
     found: dict[str, list[_T]] = {}
-    if of:
+    if of and values:
+        raws = [*chain.from_iterable(templates)]
         pairs = zip(raws, values, strict=True)
         for raw, value in compress(pairs, map(of.__contains__, raws)):
             found.setdefault(raw, []).append(value)

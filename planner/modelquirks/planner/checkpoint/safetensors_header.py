@@ -121,15 +121,14 @@ def _lazy(columns: Columns, shard: Shard, data_start: int) -> LazyTensors:
 
     def made() -> dict[str, StoredTensor]:
         begins = [data_start + begin for begin in columns.begins]
-        sizes, dtypes, shapes = (map(itemgetter(n), types) for n in range(3))
+        names = columns.block.names
+        sizes, dtypes, shapes = (map(itemgetter(n), columns.types) for n in range(3))
         ends = map(add, begins, sizes)
         tensors = stored_tensors(names, repeat(shard.name), dtypes, shapes, begins, ends)
         return dict(zip(names, tensors, strict=True))
 
-    names, types = columns.types, columns.types.values()
-    shapes = frozenset(map(itemgetter(2), types))
     layout = (f"{shard.name}\0{shard.digest}",)
-    return LazyTensors(names, columns.types, shapes, layout, made)
+    return LazyTensors((columns.block,), columns.types, columns.shapes, layout, made)
 
 
 def _parse_by_entry(text: str, stored: Shard, seen: Look) -> Header:

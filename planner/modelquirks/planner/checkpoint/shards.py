@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import repeat
+from itertools import chain, repeat
 from typing import Any
 
 from modelquirks.planner.checkpoint.compact_index import runs_of
@@ -23,6 +23,7 @@ from modelquirks.planner.checkpoint.manifest import Format, Shard, StoredTensor
 from modelquirks.planner.checkpoint.names_only import NamesOnly
 from modelquirks.planner.checkpoint.weight_file import read_weights
 from modelquirks.planner.finding import Finding, shown
+from modelquirks.quirks.block import Block, all_different
 from modelquirks.quirks.recipe import Node
 
 __all__ = ["Content", "beside", "read_files", "read_indexed"]
@@ -105,12 +106,10 @@ def _together(
     """Return the tensors of all files, and the files of those that are in several."""
     parts = [header.entries for header in headers if isinstance(header.entries, LazyTensors)]
     if len(parts) == len(headers):
-        types: dict[str, StoredType] = {}
-        for part in parts:
-            types.update(part.by_name)
-        if len(types) == sum(map(len, parts)):
-            whole = joined(parts, types, types)
-            return whole if len(parts) > 1 else parts[0], {}
+        blocks = [block for part in parts for block in part.blocks]
+        if len(parts) == 1 or all_different(blocks):
+            types = [*chain.from_iterable(part.types for part in parts)]
+            return joined(parts, blocks, types) if len(parts) > 1 else parts[0], {}
     tensors: dict[str, StoredTensor] = {}
     twice: dict[str, set[str]] = {}
     for header in headers:
@@ -229,12 +228,31 @@ def _whole(headers: Sequence[Header], index: Index) -> LazyTensors | None:
     if sum(map(len, found.values())) != len(index.weight_map):
         return None
     types: list[StoredType] = []
+    known: dict[tuple[int, ...], Sequence[StoredType]] = {}
+    runs = runs_of(index.weight_map)
     try:
-        for shard, names in runs_of(index.weight_map):
-            types += map(found[shard].by_name.__getitem__, names)
+        for run in runs:
+            types += _types_of(run.block, found[run.file], known)
     except KeyError:
         return None
-    return joined([*found.values()], index.weight_map, types)
+    return joined([*found.values()], [run.block for run in runs], types)
+
+
+def _types_of(
+    block: Block, entries: LazyTensors, known: dict[tuple[int, ...], Sequence[StoredType]]
+) -> Sequence[StoredType]:
+    """Return the type of each tensor of *block*; KeyError if one is not among *entries*.
+
+    *known*: those of blocks that are alike, in files that are.
+    """
+    key = (id(block.tails), *(id(part.tails) for part in entries.blocks), id(entries.types))
+    alike = bool(block.head) and all(part.head == block.head for part in entries.blocks)
+    if alike and key in known:
+        return known[key]
+    types = [*map(entries.by_name.__getitem__, block.names)]
+    if alike:
+        known[key] = types
+    return types
 
 
 def _about_names(

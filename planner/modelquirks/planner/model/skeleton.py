@@ -10,7 +10,14 @@ from typing import Literal, NamedTuple
 
 from modelquirks.planner.checkpoint.manifest import Manifest
 from modelquirks.planner.dtypes import nbytes
-from modelquirks.quirks.family import Family, grouped, numbered, raw_templates, uneven
+from modelquirks.quirks.family import (
+    Family,
+    distinct,
+    grouped,
+    numbered,
+    raw_templates,
+    uneven,
+)
 
 __all__ = ["Kind", "ModelTensor", "Skeleton"]
 
@@ -76,14 +83,14 @@ class Skeleton:
     @cached_property
     def families(self) -> Mapping[str, Family]:
         """The wanted tensors by family."""
-        return grouped([*self.wanted], self._templates)
+        return grouped([[*self.wanted]], self._templates)
 
     @cached_property
     def even_types(self) -> Mapping[str, tuple[str, tuple[int, ...]]]:
         """Dtype and shape of a family's tensors, by template, where all have the same."""
-        types = [*map(_TYPE, self.wanted.values())]
-        apart = uneven(self._templates, types)
-        found = dict(zip(self._templates, types, strict=True))
+        keys, types = distinct(self._templates, map(_TYPE, self.wanted.values()))
+        apart = uneven(keys, types)
+        found = dict(zip(keys, types, strict=True))
         return {numbered(raw): type_ for raw, type_ in found.items() if raw not in apart}
 
     def take_families(self, manifest: Manifest) -> None:
@@ -93,9 +100,9 @@ class Skeleton:
             vars(self)["families"] = manifest.families
 
     @cached_property
-    def _templates(self) -> Sequence[str]:
-        """The raw template of each wanted tensor."""
-        return raw_templates([*self.wanted])
+    def _templates(self) -> Sequence[Sequence[str]]:
+        """The raw templates of the wanted tensors, in order: of each block of names."""
+        return [raw_templates([*self.wanted])]
 
 
 _TYPE, _KIND = itemgetter(1, 2), itemgetter(3)

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import compress
+from itertools import compress, count, pairwise, repeat
 from operator import itemgetter
 from typing import NamedTuple, TypeVar
 
@@ -152,14 +152,19 @@ class ModelTree:
     @cached_property
     def _outside(self) -> list[str]:
         """The modules that are in no unit, and the units."""
-        found: list[str] = []
-        within = "\0"
-        for name in self.skeleton.modules:
-            if not name.startswith(within) and not self._is_below(name):
-                found.append(name)
-                if name in self._units:
-                    within = f"{name}." if name else ""
+        names = [*self.skeleton.modules]
+        starts = [*compress(count(), map(self._units.__contains__, names))]
+        found = self._not_below(names[: starts[0] if starts else None])
+        for start, end in pairwise([*starts, len(names)]):
+            found += self._not_below(names[start : start + 1])
+            unit, inside = names[start], names[start + 1 : end]
+            # Most often all that follows a unit is in it, which is told at the speed of C.
+            if not all(map(str.startswith, inside, repeat(f"{unit}." if unit else ""))):
+                found += self._not_below(inside)
         return found
+
+    def _not_below(self, names: Iterable[str]) -> list[str]:
+        return [name for name in names if not self._is_below(name)]
 
     def _is_below(self, name: str) -> bool:
         """Tell whether a module is in a unit."""
@@ -198,7 +203,7 @@ class ModelTree:
             else:
                 sizes |= {n: made[n] if n in made else wanted[n].nbytes for n in names}
         sizes |= {name: skeleton.tensors[name].nbytes for name in skeleton.of_kinds("computed")}
-        return {name: sizes[name] for name in skeleton.tensors if name in sizes}
+        return {name: sizes[name] for name in filter(sizes.__contains__, skeleton.tensors)}
 
     @cached_property
     def _rows(self) -> Mapping[str, _Row]:

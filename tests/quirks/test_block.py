@@ -1,0 +1,107 @@
+"""Blocks: what is told of one for all that are alike is what their names would tell."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from modelquirks.quirks.block import Block, Tails, all_different, heads_of, names_of
+from modelquirks.quirks.family import distinct, group, grouped, raw_templates, templates_of, uneven
+
+relaxed = settings(deadline=None)
+
+segments = st.sampled_from(["a", "w1", "0", "7", "12", "007", "", "{", "{0}", "x/3", "٣", "\n"])
+tails = st.lists(
+    st.lists(segments, min_size=1, max_size=3).map(".".join), min_size=1, max_size=5
+).map(Tails)
+heads = st.sampled_from(
+    ["", "h.0.", "h.1.", "h.12.", "h.1.x.7.", "h.{0}.3.", "3.", "h.07.", "g/1."]
+)
+
+
+@st.composite
+def blocks(draw: st.DrawFn) -> list[Block]:
+    kinds = draw(st.lists(tails, min_size=1, max_size=3))
+    pairs = st.tuples(heads, st.sampled_from(kinds))
+    return [Block(*pair) for pair in draw(st.lists(pairs, max_size=6))]
+
+
+@relaxed
+@given(blocks())
+def test_names_that_occur_twice_are_found(found: list[Block]) -> None:
+    names = [*names_of(found)]
+    assert all_different(found) == (len({*names}) == len(names))
+
+
+@relaxed
+@given(blocks())
+def test_templates_are_those_of_each_name_and_one_object_where_blocks_are_alike(
+    found: list[Block],
+) -> None:
+    templates = templates_of(found)
+
+    assert templates == [raw_templates(block.names) for block in found]
+    one = Tails(["a", "b.3"])
+    first, second, other = templates_of([Block("h.1.", one), Block("h.12.", one), Block("", one)])
+    assert first is second
+    assert first is not other
+
+
+@relaxed
+@given(blocks())
+def test_families_of_blocks_are_those_of_their_names(found: list[Block]) -> None:
+    families = grouped([block.names for block in found], templates_of(found))
+
+    expected = group(names_of(found))
+    assert [*families.items()] == [*expected.items()]
+    assert [f.members for f in families.values()] == [f.members for f in expected.values()]
+
+
+@relaxed
+@given(blocks(), st.data())
+def test_what_repeats_may_be_left_out_where_values_are_compared(
+    found: list[Block], data: st.DataObject
+) -> None:
+    templates = templates_of(found)
+    keys = [raw for raws in templates for raw in raws]
+    values = [data.draw(st.integers(0, 1)) for _ in keys]
+
+    fewer = distinct(templates, values)
+
+    assert {*zip(*fewer, strict=True)} == {*zip(keys, values, strict=True)}
+    assert uneven(*fewer) == uneven(keys, values)
+
+
+@relaxed
+@given(blocks(), st.lists(segments, max_size=5).map(".".join))
+def test_a_name_is_found_where_it_is(found: list[Block], name: str) -> None:
+    for block in found:
+        for each in (*block.names, name):
+            place = block.place(each)
+            assert (place is None) == (each not in block.names)
+            assert place is None or block.names[place] == each
+
+
+@pytest.mark.parametrize(
+    ("name", "other", "expected"),
+    [
+        ("h.1.w", "h.2.w", ("h.1.", "h.2.")),
+        ("1.w", "22.w", ("1.", "22.")),
+        ("h.1.x.7.w", "h.1.x.8.w", ("h.1.x.7.", "h.1.x.8.")),
+        ("h.1.w", "h.1.w", None),
+        ("h.1.w", "h.2.b", None),
+        ("h.1.x.1.w", "h.2.x.2.w", None),
+        ("h.01.w", "h.02.w", None),
+        ("h.a.w", "h.b.w", None),
+        ("h.٣.w", "h.٤.w", None),
+        ("h.1", "h.2", None),
+        ("h.1.w", "h.2", None),
+        ("h.1\n.w", "h.2\n.w", None),
+    ],
+)
+def test_two_names_begin_alike_up_to_one_index_in_which_they_differ(
+    name: str, other: str, expected: tuple[str, str] | None
+) -> None:
+    assert heads_of(name, other) == expected
+    assert heads_of(other, name) == (None if expected is None else expected[::-1])
