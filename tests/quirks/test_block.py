@@ -6,7 +6,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from modelquirks.quirks.block import Block, Tails, all_different, heads_of, names_of
+from modelquirks.quirks.block import (
+    Block,
+    Tails,
+    all_different,
+    blocks_in,
+    cut_up,
+    heads_of,
+    names_of,
+)
 from modelquirks.quirks.family import distinct, group, grouped, raw_templates, templates_of, uneven
 
 relaxed = settings(deadline=None)
@@ -81,6 +89,51 @@ def test_a_name_is_found_where_it_is(found: list[Block], name: str) -> None:
             place = block.place(each)
             assert (place is None) == (each not in block.names)
             assert place is None or block.names[place] == each
+
+
+experts = [f"mlp.experts.{n}.{kind}" for n in range(9) for kind in ("w1", "w2")]
+layer = st.sampled_from(
+    [experts, ["norm", *experts], [*experts[:-1], "w3"], experts[:5], ["a\nb"] * 17]
+)
+
+
+@relaxed
+@given(st.lists(st.tuples(heads, layer), max_size=7), st.lists(segments, max_size=3))
+def test_names_are_cut_into_blocks_and_none_is_lost(
+    layers: list[tuple[str, list[str]]], more: list[str]
+) -> None:
+    names = [f"{head}{tail}" for head, tails in layers for tail in tails] + more
+
+    for found in (blocks_in(names), cut_up([Block("", Tails(names))])):
+        assert [*names_of(found)] == names
+        assert sum(map(len, found)) == len(names)
+
+
+def test_layers_are_alike_whatever_is_between_them() -> None:
+    layers = [[f"h.{number}.{tail}" for tail in experts] for number in range(12)]
+    names = ["embed", *layers[0], "norm", *layers[1], *layers[2], *layers[10][:4], *layers[11]]
+
+    found = blocks_in(names)
+
+    assert [(block.head, len(block)) for block in found] == [
+        ("", 1), ("h.0.", 18), ("", 1), ("h.1.", 18), ("h.2.", 18), ("", 4), ("h.11.", 18),
+    ]  # fmt: skip
+    assert len({block.tails for block in found if block.head}) == 1
+
+
+def test_names_with_breaks_are_not_taken_for_others() -> None:
+    """Of the same text when joined, and as many."""
+    one = [*experts[:-2], "a\nh.2.b", "c"]
+    other = [*experts[:-2], "a", "b\nh.2.c"]
+    names = [f"h.{number}.{tail}" for number, tails in ((1, one), (2, other)) for tail in tails]
+
+    assert [*names_of(blocks_in(names))] == names
+
+
+def test_many_names_in_no_order_by_layer_are_one_block() -> None:
+    names = [f"h.{n}.{kind}" for kind in ("a", "b") for n in range(20_000)]
+
+    assert [block.head for block in blocks_in(names)] == [""]
 
 
 @pytest.mark.parametrize(

@@ -10,12 +10,16 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain, count
-from operator import itemgetter
+from itertools import chain, count, groupby, islice, takewhile
+from operator import itemgetter, methodcaller
 
-__all__ = ["Block", "Tails", "all_different", "heads_of", "names_of"]
+__all__ = ["Block", "Tails", "all_different", "blocks_in", "cut_up", "heads_of", "names_of"]
 
 _INDEX = re.compile(r"0|[1-9][0-9]{0,8}", re.ASCII)
+_FIRST = re.compile(rf"(?:[^.]*\.)*?(?:{_INDEX.pattern})\.")
+_KEPT, _SMALL, _MANY = 3, 16, 4096
+"""Blocks that others are compared with, names that a new one has at least, and how many names are
+passed over where there were none."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,6 +46,13 @@ class Block:
     """What all begin with: up to an index and the dot behind it, or nothing."""
     tails: Tails
 
+    @classmethod
+    def of(cls, head: str, tails: Tails, names: Sequence[str]) -> Block:
+        """Return the block of *names*, which are at hand."""
+        block = cls(head, tails)
+        vars(block)["names"] = names  # what the property would make anew
+        return block
+
     @cached_property
     def names(self) -> Sequence[str]:
         """The names."""
@@ -62,6 +73,71 @@ class Block:
 def names_of(blocks: Iterable[Block]) -> Iterator[str]:
     """Return the names of *blocks*, in order."""
     return chain.from_iterable(block.names for block in blocks)
+
+
+def blocks_in(names: Sequence[str]) -> list[Block]:
+    """Return *names* as blocks, of which those that differ in the first index only are alike.
+
+    >>> layers = [f"h.{layer}.{expert}.w" for layer in (0, 1) for expert in range(20)]
+    >>> [(block.head, len(block)) for block in blocks_in(["embed", *layers])]
+    [('', 1), ('h.0.', 20), ('h.1.', 20)]
+    """
+    found: list[Block] = []
+    plain: list[str] = []
+    kept: list[Block] = []
+    at = small = 0
+    while at < len(names):
+        block = _like_one(kept, names, at)
+        if block is None and (block := _layer(names, at)) is not None:
+            kept = [block, *kept[: _KEPT - 1]]
+        if block is None:  # do not try in vain for each name of many
+            small = (small + 1) % _SMALL
+            end = at + (1 if small else _MANY)
+            plain += names[at:end]
+            at = end
+            continue
+        if plain:
+            found.append(Block("", Tails(plain)))
+            plain = []
+        found.append(block)
+        at, small = at + len(block), 0
+    return [*found, Block("", Tails(plain))] if plain else found
+
+
+def cut_up(blocks: Iterable[Block]) -> list[Block]:
+    """Return *blocks*, of which those without a head are cut into :func:`blocks_in` them."""
+    found: list[Block] = []
+    for has_head, group in groupby(blocks, lambda block: bool(block.head)):
+        some = [*group]
+        found += some if has_head else blocks_in([*names_of(some)])
+    return found
+
+
+def _like_one(kept: Iterable[Block], names: Sequence[str], at: int) -> Block | None:
+    """Return the block that begins at a place if it is like one of *kept* but for its head."""
+    for other in kept:
+        heads = heads_of(other.names[0], names[at])
+        if heads is None or heads[0] != other.head:
+            continue
+        head, texts = heads[1], other.tails.texts
+        these = names[at : at + len(texts)]
+        text = "\n".join(these)
+        # With as many breaks as there are between names, none is within one.
+        if text.count("\n") == len(texts) - 1 and text == head + f"\n{head}".join(texts):
+            return Block.of(head, other.tails, these)
+    return None
+
+
+def _layer(names: Sequence[str], at: int) -> Block | None:
+    """Return the block that begins at a place and goes on as long as its first index does."""
+    first = _FIRST.match(names[at])
+    end = at + _SMALL
+    if first is None or end > len(names) or not names[end - 1].startswith(head := first[0]):
+        return None
+    begins = methodcaller("startswith", head)
+    these = [*takewhile(begins, islice(names, at, None))]
+    tails = Tails([name[len(head) :] for name in these])
+    return Block.of(head, tails, these) if len(these) >= _SMALL else None
 
 
 def heads_of(name: str, other: str) -> tuple[str, str] | None:

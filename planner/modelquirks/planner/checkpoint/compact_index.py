@@ -205,7 +205,8 @@ class _Found:
     def cut(self, head: str) -> Tails | None:
         """Return what the names have behind *head*, None if one does not begin so."""
         if self.block is None and all(map(str.startswith, self.names, repeat(head))):
-            self.block = Block(head, Tails([name[len(head) :] for name in self.names]))
+            tails = Tails([name[len(head) :] for name in self.names])
+            self.block = Block.of(head, tails, self.names)
         block = self.block
         return block.tails if block is not None and block.head == head else None
 

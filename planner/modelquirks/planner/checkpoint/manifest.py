@@ -14,7 +14,7 @@ from modelquirks.planner.checkpoint.openoptions import AS_USUAL, OpenOptions
 from modelquirks.planner.checkpoint.origin import HubOrigin
 from modelquirks.planner.dtypes import nbytes
 from modelquirks.planner.finding import Finding
-from modelquirks.quirks.block import Block, Tails
+from modelquirks.quirks.block import Block, blocks_in, cut_up
 from modelquirks.quirks.family import Family, distinct, grouped, numbered, templates_of, uneven
 from modelquirks.quirks.recipe import Node, Source, sources
 
@@ -123,11 +123,11 @@ class Manifest:
         """The raw templates of the tensors, in order: of each block of names."""
         return templates_of(self._blocks)
 
-    @property
+    @cached_property
     def _blocks(self) -> Sequence[Block]:
         if isinstance(self.tensors, LazyTensors):
-            return self.tensors.blocks
-        return (Block("", Tails([*self.tensors])),)
+            return cut_up(self.tensors.blocks)
+        return blocks_in([*self.tensors])
 
     @property
     def readable(self) -> Mapping[str, StoredTensor]:

@@ -10,12 +10,13 @@ from typing import Literal, NamedTuple
 
 from modelquirks.planner.checkpoint.manifest import Manifest
 from modelquirks.planner.dtypes import nbytes
+from modelquirks.quirks.block import Block, blocks_in
 from modelquirks.quirks.family import (
     Family,
     distinct,
     grouped,
     numbered,
-    raw_templates,
+    templates_of,
     uneven,
 )
 
@@ -83,7 +84,7 @@ class Skeleton:
     @cached_property
     def families(self) -> Mapping[str, Family]:
         """The wanted tensors by family."""
-        return grouped([[*self.wanted]], self._templates)
+        return grouped([block.names for block in self._blocks], self._templates)
 
     @cached_property
     def even_types(self) -> Mapping[str, tuple[str, tuple[int, ...]]]:
@@ -102,7 +103,11 @@ class Skeleton:
     @cached_property
     def _templates(self) -> Sequence[Sequence[str]]:
         """The raw templates of the wanted tensors, in order: of each block of names."""
-        return [raw_templates([*self.wanted])]
+        return templates_of(self._blocks)
+
+    @cached_property
+    def _blocks(self) -> Sequence[Block]:
+        return blocks_in([*self.wanted])
 
 
 _TYPE, _KIND = itemgetter(1, 2), itemgetter(3)
