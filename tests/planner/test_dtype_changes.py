@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -46,14 +47,26 @@ def test_a_tensor_unlike_its_siblings_is_named(tmp_path: Path) -> None:
     assert "'layers.1.weight': stored as F16, cast to F32" in found["dtype-cast"].message
 
 
-def test_both_are_named_where_nobody_knows_which_is_odd(tmp_path: Path) -> None:
-    layers = nn.ModuleList([nn.Linear(4, 4, bias=False) for _ in range(2)])
-    tensors = layers.state_dict()
-    tensors["1.weight"] = tensors["1.weight"].double()
+@pytest.mark.parametrize(
+    ("dtypes", "named"),
+    [
+        (("F32", "F64"), "'1.weight' (F64), '0.weight' (F32): in several dtypes, none of which"),
+        (
+            ("F32", "F32", "BF16", "BF16", "F64"),
+            "'4.weight' (F64), '0.weight' (F32), '1.weight' (F32), '2.weight' (BF16), "
+            "'3.weight' (BF16): in several dtypes, none of which",
+        ),
+    ],
+)
+def test_all_are_named_where_nobody_knows_which_is_odd(
+    dtypes: Sequence[str], named: str, tmp_path: Path
+) -> None:
+    layers = nn.ModuleList([nn.Linear(4, 4, bias=False) for _ in dtypes])
+    tensors = {f"{n}.weight": torch.zeros(4, 4).to(DTYPES[d]) for n, d in enumerate(dtypes)}
     save_file(tensors, tmp_path / "model.safetensors")
     plan = Dispatcher().plan(tmp_path, model=layers, device_map=None)
     (uneven,) = [f.message for f in plan.all_findings if f.code == "dtype-uneven"]
-    assert uneven.startswith("'1.weight' (F64), '0.weight' (F32): in two dtypes, each as often")
+    assert uneven.startswith(named)
 
 
 def test_a_tensor_without_siblings_is_named_by_its_cast(tmp_path: Path) -> None:

@@ -88,7 +88,7 @@ def _is_plain(dtype: str | None) -> bool:
 def _uneven(account: Account, manifest: Manifest) -> Iterator[Finding]:
     """Yield the tensors of another dtype than most of their family, as far as they are used.
 
-    Where two dtypes are equally frequent in one, nobody knows which is odd: all are named.
+    Where the most frequent one shares that with another, nobody knows which is odd: all are named.
     """
     odd: list[str] = []
     halved: list[str] = []
@@ -102,7 +102,7 @@ def _uneven(account: Account, manifest: Manifest) -> Iterator[Finding]:
     used = account.used.names if odd or halved else set[str]()
     for names, what in (
         (odd, "of another dtype than most of their kind"),
-        (halved, "in two dtypes, each as often as the other"),
+        (halved, "in several dtypes, none of which is that of most"),
     ):
         if those := [name for name in names if name in used]:
             each = (f"{name!r} ({manifest.dtype_of(name)})" for name in those[:_LISTED])
