@@ -19,7 +19,7 @@ from operator import itemgetter, sub
 from typing import Any, NamedTuple
 
 from modelquirks.planner.checkpoint.header_rules import DTYPES
-from modelquirks.planner.checkpoint.json_text import has_controls, parse_json
+from modelquirks.planner.checkpoint.json_text import n_controls, parse_json
 from modelquirks.planner.checkpoint.lazy_tensors import StoredType
 from modelquirks.planner.dtypes import MAX_DIMS
 from modelquirks.quirks.block import Block, Tails, heads_of
@@ -61,7 +61,7 @@ def compact_columns(raw: bytes, text: str, *, data_bytes: int) -> Columns | None
     """
     metadata, body = _split(text)
     columns = _like_the_last(body, data_bytes)
-    if columns is None and not has_controls(raw) and "\\" not in body:
+    if columns is None and not n_controls(raw) and "\\" not in body:
         columns = _columns(body, data_bytes)
         if columns is not None and len(body) <= _MAX_KEPT:
             _last[:] = [_Read(body, data_bytes, columns), *_last[: _KEPT - 1]]

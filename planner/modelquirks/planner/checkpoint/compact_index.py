@@ -15,7 +15,7 @@ from functools import cached_property
 from itertools import groupby, repeat
 from typing import Any, NamedTuple
 
-from modelquirks.planner.checkpoint.json_text import has_controls, parse_json
+from modelquirks.planner.checkpoint.json_text import n_controls, parse_json
 from modelquirks.quirks.block import Block, Tails, all_different, heads_of, names_of
 
 __all__ = ["Run", "WeightMap", "compact_index", "runs_of"]
@@ -146,7 +146,7 @@ class _Entries:
         for other in self._kept:
             heads = heads_of(other.names[0], name)
             tails = None if heads is None else other.cut(heads[0])
-            if heads is None or tails is None or _is_odd(file, ()):
+            if heads is None or tails is None or n_controls(first[2]):
                 continue
             block = Block(heads[1], tails)
             text = self._text(file, block.names)
@@ -173,10 +173,11 @@ class _Entries:
         """Take a part that stays in the cache of a processor; return its end, -1 to give up."""
         at = self._raw.find(f'"{self._comma}"'.encode(), begin + _PART, self._end)
         end = at + 1 if at >= 0 else self._end
-        part = self._raw[begin:end].decode()
+        raw = self._raw[begin:end]
+        part = raw.decode()
         runs = _one_file(part, self._colon, self._comma)
         runs = runs or _several_files(part, self._colon, self._comma)
-        if runs is None or any(_is_odd(file, names) for file, names in runs):
+        if runs is None or n_controls(raw) != self._n_controls(runs):
             return -1
         begin = self._next(end)
         if len(runs) > 1:  # the last one may be like another as a whole
@@ -184,6 +185,12 @@ class _Entries:
         for file, names in runs:
             self._add(file, names)
         return begin
+
+    def _n_controls(self, runs: Sequence[tuple[str, Sequence[str]]]) -> int:
+        """Return how many control characters are between names and files: none is in one."""
+        count = sum(len(names) for _, names in runs)
+        colon, comma = (n_controls(text.encode()) for text in (self._colon, self._comma))
+        return count * colon + (count - 1) * comma
 
     def _add(self, file: str, names: list[str]) -> None:
         last = self._found[-1] if self._found else None
@@ -216,10 +223,6 @@ class _Found:
         return Run(self.file, self.block or Block("", Tails(self.names)))
 
 
-def _is_odd(file: str, names: Sequence[str]) -> bool:
-    return has_controls(f"{file}{''.join(names)}".encode())
-
-
 def _one_file(part: str, colon: str, comma: str) -> list[tuple[str, list[str]]] | None:
     """Return the entries of *part* if all are of the file of the first one."""
     first = part.split('"', _CUT)
@@ -228,7 +231,8 @@ def _one_file(part: str, colon: str, comma: str) -> list[tuple[str, list[str]]] 
     file = first[3]
     end = f'"{colon}"{file}"'
     names = part[1 : -len(end)].split(f'{end}{comma}"')
-    return [(file, names)] if part.endswith(end) and '"' not in "".join(names) else None
+    whole = part.endswith(end) and part.count('"') == _CUT * len(names)
+    return [(file, names)] if whole else None
 
 
 def _several_files(part: str, colon: str, comma: str) -> list[tuple[str, list[str]]] | None:

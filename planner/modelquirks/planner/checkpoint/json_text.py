@@ -16,8 +16,8 @@ from modelquirks.planner.checkpoint.filepath import FilePath
 __all__ = [
     "MAX_JSON_BYTES",
     "JsonProblem",
-    "has_controls",
     "has_duplicates",
+    "n_controls",
     "parse_json",
     "read_json",
 ]
@@ -96,12 +96,12 @@ def parse_json(
     return value
 
 
-def has_controls(raw: bytes) -> bool:
-    """Tell whether there is a control character in ASCII.
+def n_controls(raw: bytes) -> int:
+    """Return how many control characters of ASCII there are.
 
     A JSON string must not have one in it but DEL, which nobody means either.
     """
-    return len(raw.translate(None, _CONTROLS)) != len(raw)
+    return len(raw) - len(raw.translate(None, _CONTROLS))
 
 
 def has_duplicates(raw: bytes, *, n_keys: int, strings: Iterable[str] = ()) -> bool:
