@@ -113,18 +113,26 @@ def cut_up(blocks: Iterable[Block]) -> list[Block]:
     return found
 
 
-def _like_one(kept: Iterable[Block], names: Sequence[str], at: int) -> Block | None:
-    """Return the block that begins at a place if it is like one of *kept* but for its head."""
+def _like_one(kept: list[Block], names: Sequence[str], at: int) -> Block | None:
+    """Return the block that begins at a place if it is like one of *kept* but for its head.
+
+    One that was compared in vain as a whole is kept no longer, so that names made to cost time
+    do not.
+    """
     for other in kept:
         heads = heads_of(other.names[0], names[at])
         if heads is None or heads[0] != other.head:
             continue
         head, texts = heads[1], other.tails.texts
         these = names[at : at + len(texts)]
+        if these[-1] != head + texts[-1]:
+            continue
         text = "\n".join(these)
         # With as many breaks as there are between names, none is within one.
         if text.count("\n") == len(texts) - 1 and text == head + f"\n{head}".join(texts):
             return Block.of(head, other.tails, these)
+        kept.remove(other)
+        return None
     return None
 
 
