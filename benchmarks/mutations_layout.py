@@ -180,13 +180,13 @@ def header_ranges_exchanged(copy: Copy) -> bool:
     ]
     if not like:
         return False
-    other = header[copy.chance.choice(like)]
-    entry["data_offsets"], other["data_offsets"] = other["data_offsets"], entry["data_offsets"]
+    other = copy.chance.choice(like)
+    its = header[other]
+    entry["data_offsets"], its["data_offsets"] = its["data_offsets"], entry["data_offsets"]
     copy.files[file] = with_header(header, data)
     copy.may_be_unseen = True
-    return copy.tell(
-        f"{name!r} and another exchanged in the header of {file!r}", name, *called(file)
-    )
+    text = f"{name!r} and {other!r} exchanged in the header of {file!r}"
+    return copy.tell(text, name, other, *called(file))
 
 
 @damage("headers")
