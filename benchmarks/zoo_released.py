@@ -230,7 +230,12 @@ def _oracle(form: Form, checkpoint: Path, fresh: Truth | None) -> tuple[Truth, d
     if fresh is not None and fresh.forward is not None and not free:
         forward = Forward(fresh.forward.inputs, answers(model, fresh.forward.inputs))
     computed = {n: h.tensor for n, h in slots(model) if not h.persistent}
-    return Truth(held, computed, forward), {
+    truth = Truth(held, computed, forward)
+    if fresh is not None and not (as_saved or form.partial or free) and _has_all(fresh, held):
+        # Complete, and read back otherwise: what was saved counts. Transformers 5.24 sets the
+        # padding row of ChineseCLIPModel to zero after loading files of other names.
+        truth = Truth(fresh.tensors, computed, fresh.forward)
+    return truth, {
         "class": form.target,
         "free": sorted(free),
         "missing": sorted(info["missing_keys"]),
@@ -238,6 +243,11 @@ def _oracle(form: Form, checkpoint: Path, fresh: Truth | None) -> tuple[Truth, d
         "as_saved": as_saved,
         "partial": form.partial,
     }
+
+
+def _has_all(fresh: Truth, held: Mapping[str, torch.Tensor]) -> bool:
+    shapes = {name: tensor.shape for name, tensor in held.items()}
+    return shapes == {name: tensor.shape for name, tensor in fresh.tensors.items()}
 
 
 def _values(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
