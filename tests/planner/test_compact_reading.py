@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from modelquirks.planner.checkpoint.compact_header import Columns, compact_columns
-from modelquirks.planner.checkpoint.compact_index import WeightMap, compact_index
+from modelquirks.planner.checkpoint.compact_index import WeightMap, blocks_of, compact_index
 from modelquirks.planner.checkpoint.index import read_index
 from modelquirks.planner.checkpoint.json_text import parse_json
 
@@ -208,7 +208,7 @@ def test_layers_that_differ_in_a_number_are_alike() -> None:
     found = compact_index(json.dumps({"weight_map": weight_map}, indent=2).encode())
 
     assert found is not None
-    blocks = [run.block for run in found["weight_map"].runs]
+    blocks = blocks_of(found["weight_map"].runs)
     assert [block.head for block in blocks] == [*(f"h.{n}." for n in range(5)), "", "h.7.", "h.8."]
     assert len({block.tails for block in blocks[:5]}) == 1
     assert blocks[6].tails is blocks[7].tails

@@ -13,7 +13,15 @@ from functools import cached_property
 from itertools import chain, count, groupby, islice, takewhile
 from operator import itemgetter, methodcaller
 
-__all__ = ["Block", "Tails", "all_different", "blocks_in", "cut_up", "heads_of", "names_of"]
+__all__ = [
+    "Block",
+    "Tails",
+    "all_different",
+    "blocks_in",
+    "cut_up",
+    "heads_of",
+    "names_of",
+]
 
 _INDEX = re.compile(r"0|[1-9][0-9]{0,8}", re.ASCII)
 _FIRST = re.compile(rf"(?:[^.]*\.)*?(?:{_INDEX.pattern})\.")
@@ -52,6 +60,11 @@ class Block:
         block = cls(head, tails)
         vars(block)["names"] = names  # what the property would make anew
         return block
+
+    @classmethod
+    def cut(cls, head: str, names: Sequence[str]) -> Block:
+        """Return the block of *names*, which all begin with *head*."""
+        return cls.of(head, Tails([name[len(head) :] for name in names]), names)
 
     @cached_property
     def names(self) -> Sequence[str]:
@@ -144,8 +157,7 @@ def _layer(names: Sequence[str], at: int) -> Block | None:
         return None
     begins = methodcaller("startswith", head)
     these = [*takewhile(begins, islice(names, at, None))]
-    tails = Tails([name[len(head) :] for name in these])
-    return Block.of(head, tails, these) if len(these) >= _SMALL else None
+    return Block.cut(head, these) if len(these) >= _SMALL else None
 
 
 def heads_of(name: str, other: str) -> tuple[str, str] | None:

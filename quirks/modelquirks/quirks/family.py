@@ -171,6 +171,8 @@ def distinct(
         if known.setdefault(id(raws), here) is here or known[id(raws)] != here:
             keys += raws
             kept += here
+    if [*islice(rest, 1)]:
+        raise ValueError("there are more values than templates")
     return keys, kept
 
 
@@ -231,7 +233,7 @@ def raw_templates(names: Sequence[str]) -> list[str]:
     return _raw_in_parts(names, _Raw())
 
 
-def templates_of(blocks: Iterable[Block]) -> list[Sequence[str]]:
+def templates_of(blocks: Sequence[Block]) -> list[Sequence[str]]:
     """Return the raw templates of each block: one object for all that are alike.
 
     >>> from modelquirks.quirks.block import Tails

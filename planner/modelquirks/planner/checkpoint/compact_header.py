@@ -98,7 +98,7 @@ class _Read:
             # A dot is nowhere but in names, so that a quote before a head is that of a name.
             pieces, names = self.body.split(f'"{head}'), self.columns.block.names
             whole = len(pieces) == len(names) + 1 and not pieces[0]
-            tails = Tails([name[len(head) :] for name in names]) if whole else None
+            tails = Block.cut(head, names).tails if whole else None
             cut = self._known = _Cut(head, pieces, tails)  # at once: there may be other threads
         return cut
 

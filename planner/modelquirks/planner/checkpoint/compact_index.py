@@ -10,15 +10,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import ItemsView, Iterable, Iterator, Mapping, Sequence, ValuesView
-from dataclasses import dataclass
 from functools import cached_property
-from itertools import groupby, repeat
+from itertools import chain, groupby, repeat
 from typing import Any, NamedTuple
 
 from modelquirks.planner.checkpoint.json_text import n_controls, parse_json
-from modelquirks.quirks.block import Block, Tails, all_different, heads_of, names_of
+from modelquirks.quirks.block import Block, Tails, all_different, heads_of
 
-__all__ = ["Run", "WeightMap", "compact_index", "runs_of"]
+__all__ = ["Run", "WeightMap", "blocks_of", "compact_index", "runs_of"]
 
 _KEY = b'"weight_map"'
 _START = re.compile(_KEY + rb"[ \t\n\r]*:[ \t\n\r]*\{[ \t\n\r]*")
@@ -35,7 +34,9 @@ class Run(NamedTuple):
     """Names that follow each other and are in one file."""
 
     file: str
-    block: Block
+    names: list[str]
+    block: Block | None = None
+    """The names, where others are like them but for a number."""
 
 
 class WeightMap(Mapping[str, str]):
@@ -44,13 +45,13 @@ class WeightMap(Mapping[str, str]):
     def __init__(self, runs: Sequence[Run]) -> None:
         """Take the runs in the order of the index."""
         self.runs = runs
-        self._names = [*names_of(run.block for run in runs)]
+        self._names = [*chain.from_iterable(run.names for run in runs)]
 
     @cached_property
     def _files(self) -> dict[str, str]:
         found: dict[str, str] = {}
         for run in self.runs:
-            found |= dict.fromkeys(run.block.names, run.file)
+            found |= dict.fromkeys(run.names, run.file)
         return found
 
     def __getitem__(self, name: str) -> str:
@@ -82,7 +83,20 @@ def runs_of(weight_map: Mapping[str, str]) -> Sequence[Run]:
     """Return the runs of an index, however it was read."""
     if isinstance(weight_map, WeightMap):
         return weight_map.runs
-    return [_run(*found) for found in _runs([*weight_map], weight_map.values())]
+    return [*_runs([*weight_map], weight_map.values())]
+
+
+def blocks_of(runs: Iterable[Run]) -> list[Block]:
+    """Return the names of *runs* as blocks: one for all between two that are like others."""
+    found: list[Block] = []
+    plain: list[str] = []
+    for run in runs:
+        if run.block is None:
+            plain += run.names
+            continue
+        found += [Block("", Tails(plain)), run.block] if plain else [run.block]
+        plain = []
+    return [*found, Block("", Tails(plain))] if plain else found
 
 
 def compact_index(raw: bytes) -> dict[str, Any] | None:
@@ -108,7 +122,7 @@ def compact_index(raw: bytes) -> dict[str, Any] | None:
     if runs is None or twice or rest.count(_KEY) > 1:
         return None
     document["weight_map"] = WeightMap(runs)
-    return document if all_different([run.block for run in runs]) else None
+    return document if all_different(blocks_of(runs)) else None
 
 
 class _Entries:
@@ -117,8 +131,9 @@ class _Entries:
     def __init__(self, raw: bytes, end: int, colon: str, comma: str) -> None:
         self._raw, self._end = raw, end
         self._colon, self._comma = colon, comma
-        self._found: list[_Found] = []
-        self._kept: list[_Found] = []
+        self._found: list[Run] = []
+        self._kept: list[int] = []
+        """Runs to compare others with, by their numbers."""
         self._patience = _TRIES * end
         """Bytes that may still be compared for nothing."""
 
@@ -133,7 +148,7 @@ class _Entries:
             begin = self._like_another(begin) or self._part(begin)
             if begin < 0:
                 return None
-        return [found.run for found in self._found]
+        return self._found
 
     def _like_another(self, begin: int) -> int:
         """Take a run that differs from another in a number; return its end, 0 if it is none."""
@@ -144,14 +159,14 @@ class _Entries:
         if self._found and self._found[-1].file == file:
             return 0
         for other in self._kept:
-            heads = heads_of(other.names[0], name)
-            tails = None if heads is None else other.cut(heads[0])
+            heads = heads_of(self._found[other].names[0], name)
+            tails = None if heads is None else self._cut(other, heads[0])
             if heads is None or tails is None or n_controls(first[2]):
                 continue
             block = Block(heads[1], tails)
             text = self._text(file, block.names)
             if self._raw.startswith(text, begin) and (end := self._next(begin + len(text))):
-                self._found.append(_Found(file, [*block.names], block))
+                self._found.append(Run(file, [*block.names], block))
                 return end
             self._patience -= len(text)
         return 0
@@ -181,49 +196,36 @@ class _Entries:
             return -1
         begin = self._next(end)
         if len(runs) > 1:  # the last one may be like another as a whole
-            begin = end - len(self._text(*runs.pop()))
-        for file, names in runs:
-            self._add(file, names)
+            last = runs.pop()
+            begin = end - len(self._text(last.file, last.names))
+        for run in runs:
+            self._add(run)
         return begin
 
-    def _n_controls(self, runs: Sequence[tuple[str, Sequence[str]]]) -> int:
+    def _n_controls(self, runs: Iterable[Run]) -> int:
         """Return how many control characters are between names and files: none is in one."""
-        count = sum(len(names) for _, names in runs)
+        count = sum(len(run.names) for run in runs)
         colon, comma = (n_controls(text.encode()) for text in (self._colon, self._comma))
         return count * colon + (count - 1) * comma
 
-    def _add(self, file: str, names: list[str]) -> None:
-        last = self._found[-1] if self._found else None
-        if last is not None and last.file == file and last.block is None:
-            last.names.extend(names)
-        else:
-            self._found.append(_Found(file, names))
-            self._kept = [self._found[-1], *self._kept[: _KEPT - 1]]
-
-
-@dataclass(eq=False)
-class _Found:
-    """A run, and how others are like it."""
-
-    file: str
-    names: list[str]
-    block: Block | None = None
-
-    def cut(self, head: str) -> Tails | None:
-        """Return what the names have behind *head*, None if one does not begin so."""
-        if self.block is None and all(map(str.startswith, self.names, repeat(head))):
-            tails = Tails([name[len(head) :] for name in self.names])
-            self.block = Block.of(head, tails, self.names)
-        block = self.block
+    def _cut(self, number: int, head: str) -> Tails | None:
+        """Return what the names of a run have behind *head*, None if one does not begin so."""
+        run = self._found[number]
+        if run.block is None and all(map(str.startswith, run.names, repeat(head))):
+            run = self._found[number] = run._replace(block=Block.cut(head, run.names))
+        block = run.block
         return block.tails if block is not None and block.head == head else None
 
-    @property
-    def run(self) -> Run:
-        """What it comes to."""
-        return Run(self.file, self.block or Block("", Tails(self.names)))
+    def _add(self, run: Run) -> None:
+        last = self._found[-1] if self._found else None
+        if last is not None and last.file == run.file and last.block is None:
+            last.names.extend(run.names)
+        else:
+            self._kept = [len(self._found), *self._kept[: _KEPT - 1]]
+            self._found.append(run)
 
 
-def _one_file(part: str, colon: str, comma: str) -> list[tuple[str, list[str]]] | None:
+def _one_file(part: str, colon: str, comma: str) -> list[Run] | None:
     """Return the entries of *part* if all are of the file of the first one."""
     first = part.split('"', _CUT)
     if len(first) <= _CUT or first[0]:
@@ -232,10 +234,10 @@ def _one_file(part: str, colon: str, comma: str) -> list[tuple[str, list[str]]] 
     end = f'"{colon}"{file}"'
     names = part[1 : -len(end)].split(f'{end}{comma}"')
     whole = part.endswith(end) and part.count('"') == _CUT * len(names)
-    return [(file, names)] if whole else None
+    return [Run(file, names)] if whole else None
 
 
-def _several_files(part: str, colon: str, comma: str) -> list[tuple[str, list[str]]] | None:
+def _several_files(part: str, colon: str, comma: str) -> list[Run] | None:
     pieces = part.split('"')
     count = len(pieces) // _CUT
     if len(pieces) != _CUT * count + 1 or pieces[0] or pieces.pop():
@@ -245,12 +247,8 @@ def _several_files(part: str, colon: str, comma: str) -> list[tuple[str, list[st
     return [*_runs(pieces[1::_CUT], pieces[3::_CUT])]
 
 
-def _runs(names: Sequence[str], files: Iterable[str]) -> Iterator[tuple[str, list[str]]]:
+def _runs(names: Sequence[str], files: Iterable[str]) -> Iterator[Run]:
     end = 0
     for file, run in groupby(files):
         begin, end = end, end + len([*run])
-        yield file, [*names[begin:end]]
-
-
-def _run(file: str, names: Sequence[str]) -> Run:
-    return Run(file, Block("", Tails(names)))
+        yield Run(file, [*names[begin:end]])

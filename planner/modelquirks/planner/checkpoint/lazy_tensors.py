@@ -42,6 +42,7 @@ class LazyTensors(Mapping[str, "StoredTensor"]):
         self.layout = layout
         """Equal for two of these only if all tensors of both are at the same places."""
         self._make = make
+        self._n_asked = 0
 
     @cached_property
     def names(self) -> Sequence[str]:
@@ -55,6 +56,9 @@ class LazyTensors(Mapping[str, "StoredTensor"]):
 
     def type_of(self, name: str) -> StoredType:
         """Return the type of one tensor; KeyError if there is none of that name."""
+        self._n_asked += 1
+        if self._n_asked * len(self.blocks) > len(self.types):  # then a table costs less
+            return self.by_name[name]
         begin = 0
         for block in self.blocks:
             place = block.place(name)

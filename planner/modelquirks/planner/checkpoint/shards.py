@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from itertools import chain, repeat
 from typing import Any
 
-from modelquirks.planner.checkpoint.compact_index import runs_of
+from modelquirks.planner.checkpoint.compact_index import Run, blocks_of, runs_of
 from modelquirks.planner.checkpoint.confined import leads_out
 from modelquirks.planner.checkpoint.content_findings import about_content, about_size, merged
 from modelquirks.planner.checkpoint.file_kind import look
@@ -23,7 +23,7 @@ from modelquirks.planner.checkpoint.manifest import Format, Shard, StoredTensor
 from modelquirks.planner.checkpoint.names_only import NamesOnly
 from modelquirks.planner.checkpoint.weight_file import read_weights
 from modelquirks.planner.finding import Finding, shown
-from modelquirks.quirks.block import Block, all_different
+from modelquirks.quirks.block import all_different
 from modelquirks.quirks.recipe import Node
 
 __all__ = ["Content", "beside", "read_files", "read_indexed"]
@@ -232,27 +232,26 @@ def _whole(headers: Sequence[Header], index: Index) -> LazyTensors | None:
     runs = runs_of(index.weight_map)
     try:
         for run in runs:
-            types += _types_of(run.block, found[run.file], known)
+            types += _types_of(run, found[run.file], known)
     except KeyError:
         return None
-    return joined([*found.values()], [run.block for run in runs], types)
+    return joined([*found.values()], blocks_of(runs), types)
 
 
 def _types_of(
-    block: Block, entries: LazyTensors, known: dict[tuple[int, ...], Sequence[StoredType]]
+    run: Run, entries: LazyTensors, known: dict[tuple[int, ...], Sequence[StoredType]]
 ) -> Sequence[StoredType]:
-    """Return the type of each tensor of *block*; KeyError if one is not among *entries*.
+    """Return the type of each tensor of *run*; KeyError if one is not among *entries*.
 
     *known*: those of blocks that are alike, in files that are.
     """
+    block = run.block
+    if block is None or any(part.head != block.head for part in entries.blocks):
+        return [*map(entries.by_name.__getitem__, run.names)]
     key = (id(block.tails), *(id(part.tails) for part in entries.blocks), id(entries.types))
-    alike = bool(block.head) and all(part.head == block.head for part in entries.blocks)
-    if alike and key in known:
-        return known[key]
-    types = [*map(entries.by_name.__getitem__, block.names)]
-    if alike:
-        known[key] = types
-    return types
+    if key not in known:
+        known[key] = [*map(entries.by_name.__getitem__, run.names)]
+    return known[key]
 
 
 def _about_names(
