@@ -214,6 +214,15 @@ def test_layers_that_differ_in_a_number_are_alike() -> None:
     assert blocks[6].tails is blocks[7].tails
 
 
+def test_names_of_files_in_turn_are_one_block() -> None:
+    weight_map = {f"w{n}": FILES[n % 2] for n in range(5000)}
+
+    found = compact_index(json.dumps({"weight_map": weight_map}, indent=2).encode())
+
+    assert found is not None
+    assert [len(block) for block in blocks_of(found["weight_map"].runs)] == [5000]
+
+
 @pytest.mark.parametrize(
     "text",
     [

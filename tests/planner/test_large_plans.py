@@ -93,6 +93,20 @@ def test_types_by_family_are_those_of_each_tensor(tmp_path: Path) -> None:
         assert manifest.uneven_types == {"h.{0}": [("I8", (4,)), ("I8", (6,))]}
 
 
+def test_asking_for_types_never_costs_more_than_a_table_of_all() -> None:
+    tails = Tails(["a", "b"])
+    blocks = [Block(f"h.{number}.", tails) for number in range(3)]
+    types = [(number, "I8", (number,)) for number in range(6)]
+    lazy = LazyTensors(blocks, types, frozenset(), (), dict)
+
+    assert [lazy.type_of(name) for name in ("h.1.b", "h.2.a")] == [types[3], types[4]]
+    assert "by_name" not in vars(lazy)
+    assert [lazy.type_of(name) for name in lazy] == types
+    assert "by_name" in vars(lazy)
+    with pytest.raises(KeyError):
+        lazy.type_of("h.3.a")
+
+
 kinds = ({"a": 3, "b.0": 3, "b.1": 3}, {"a": 3, "b.0": 3, "b.1": 4}, {"a": 5}, {"b.1": 3, "a": 3})
 layers = st.lists(st.sampled_from(kinds), min_size=1, max_size=6)
 

@@ -83,6 +83,11 @@ def test_what_repeats_may_be_left_out_where_values_are_compared(
     assert uneven(*fewer) == uneven(keys, values)
 
 
+def test_more_values_than_templates_are_an_error() -> None:
+    with pytest.raises(ValueError, match="more values"):
+        distinct([["w"]], [1, 2])
+
+
 @relaxed
 @given(blocks(), st.lists(segments, max_size=5).map(".".join))
 def test_a_name_is_found_where_it_is(found: list[Block], name: str) -> None:
