@@ -1,9 +1,11 @@
 """Making tensors in memory: in pieces, on threads, within a bound, and all or nothing."""
 
 import importlib.util
+import json
 import math
 import mmap
 import os
+import struct
 import subprocess
 import sys
 import threading
@@ -288,6 +290,33 @@ def test_after_many_small_reads_the_files_are_mapped_anew(tmp_path: Path, locate
         reader.release()
     assert reader.read("a").data_ptr() != first.data_ptr()
     assert torch.equal(first, torch.arange(8))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc tells what is mapped")
+def test_small_reads_all_over_a_file_do_not_leave_it_mapped(
+    tmp_path: Path, located: Located
+) -> None:
+    """Where the page cache holds the file in large folios, each fault maps 2 MiB."""
+    size = 256 * MIB
+    path = tmp_path / "a.safetensors"
+    header = json.dumps({"a": {"dtype": "U8", "shape": [size], "data_offsets": [0, size]}})
+    path.write_bytes(struct.pack("<Q", len(header)) + header.encode())
+    os.truncate(path, 8 + len(header) + size)
+    with path.open("rb", buffering=0) as file:  # large requests make large folios
+        while file.read(16 * MIB):
+            pass
+    reader = PassingReader(tmp_path, located(tmp_path))
+    before, most = mapped_bytes(), 0
+    for begin in range(0, size, MIB):
+        assert not reader.read("a", ((begin, begin + 100),)).any()
+        reader.release()
+        most = max(most, mapped_bytes() - before)
+    assert most < 100 * MIB
+
+
+def mapped_bytes() -> int:
+    """Return what the process has mapped of files, and touched."""
+    return int(Path("/proc/self/status").read_text().split("RssFile:")[1].split()[0]) << 10
 
 
 # Whole loads
