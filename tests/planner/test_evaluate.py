@@ -506,6 +506,27 @@ def test_a_scheme_that_breaks_its_word_is_caught(monkeypatch: pytest.MonkeyPatch
         stored.make(node)
 
 
+def test_another_default_device_changes_nothing_for_a_scheme(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As where a program has set CUDA as its default, or builds a model on meta."""
+
+    class Plain(PerRow):
+        def evaluate(
+            self, parts: Mapping[str, Any], region: Region, dtype: Any, settings: Any
+        ) -> Any:
+            return super().evaluate(parts, region, dtype, settings) + torch.ones(1, dtype=dtype)
+
+    monkeypatch.setitem(SCHEMES, "per_row", Plain())
+    stored = Stored({"codes": numbers(4, 3, dtype=torch.int8), "scales": numbers(4)})
+    node = Dequantize("per_row", (Part("codes", Source("codes")), Part("scales", Source("scales"))))
+    expected = plain(node, {}, stored) + 1
+    with torch.device("meta"):
+        made = stored.make(node)
+        assert torch.empty(1).is_meta
+    assert torch.equal(made, expected)
+
+
 def test_a_region_that_is_not_inside_is_refused() -> None:
     with pytest.raises(EvaluationError, match=r"is not inside F32 \[2, 2\]"):
         Stored({"a": numbers(2, 2)}).make(Source("a"), region=((0, 3), (0, 2)))

@@ -78,7 +78,7 @@ def nibble_decoder(
 def _octets(dtype: torch.dtype) -> torch.Tensor:
     import torch
 
-    return torch.arange(256, dtype=torch.uint8).view(dtype).to(torch.float32)
+    return torch.arange(256, dtype=torch.uint8, device="cpu").view(dtype).to(torch.float32)
 
 
 @cache
@@ -86,7 +86,7 @@ def _octet_pairs(dtype: torch.dtype) -> torch.Tensor:
     """Return for each two bytes their two float32 values, as one element of 64 bits."""
     import torch
 
-    values, pair = _octets(dtype), torch.arange(1 << 16)
+    values, pair = _octets(dtype), torch.arange(1 << 16, device="cpu")
     both = (values[pair & 0xFF], values[pair >> 8])
     return _paired(*(both if sys.byteorder == "little" else both[::-1]))
 
@@ -95,7 +95,8 @@ def _octet_pairs(dtype: torch.dtype) -> torch.Tensor:
 def _nibble_pairs(values: tuple[float, ...]) -> torch.Tensor:
     import torch
 
-    known, octet = torch.tensor(values, dtype=torch.float32), torch.arange(256)
+    known = torch.tensor(values, dtype=torch.float32, device="cpu")
+    octet = torch.arange(256, device="cpu")
     return _paired(known[octet & 0x0F], known[octet >> 4])
 
 

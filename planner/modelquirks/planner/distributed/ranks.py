@@ -130,7 +130,7 @@ class Ranks:
         return self._receive_bytes(rank, int.from_bytes(length, "little"), deadline)
 
     def _receive_bytes(self, rank: int, size: int, deadline: float) -> bytes:
-        tensor = torch.empty(size, dtype=torch.uint8)
+        tensor = torch.empty(size, dtype=torch.uint8, device="cpu")
         self._wait(dist.irecv(tensor, group=self._group, group_src=rank), deadline)
         return tensor.numpy().tobytes()
 

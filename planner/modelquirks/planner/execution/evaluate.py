@@ -11,6 +11,7 @@ import math
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -108,12 +109,22 @@ def evaluate(
         region = whole(kind.shape) if region is None else _checked(region, kind)
         wanted = out.dtype if out is not None else dtype or to_torch(kind.dtype)
         _castable(to_torch(kind.dtype), wanted)
-        if out is None:
-            return maker.make(node, env, region, wanted, kind.dtype)
-        maker.fill_all(out, node, env, region, kind.dtype)
+        with _on_cpu():
+            if out is None:
+                return maker.make(node, env, region, wanted, kind.dtype)
+            maker.fill_all(out, node, env, region, kind.dtype)
         return out
     except Exception as error:  # schemes are anybody's
         raise EvaluationError(f"{_described(node, env)}: {said(error)}") from error
+
+
+def _on_cpu() -> AbstractContextManager[object]:
+    """Return what has schemes that name no device make their tensors where the stored ones are.
+
+    A caller may have set another default: ``torch.set_default_device("cuda")``, or the meta device
+    while a model is built.
+    """
+    return nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu")
 
 
 class Known(NamedTuple):

@@ -90,12 +90,12 @@ class Blocks(Scheme):
         kind = GGMLQuantizationType(self._number)
         shape = tuple(end - begin for begin, end in region)
         if 0 in shape:
-            return torch.empty(shape, dtype=dtype)
+            return torch.empty(shape, dtype=dtype, device="cpu")
         blocks = parts["blocks"].contiguous().cpu()
         rows = blocks.view(-1, blocks.shape[-1]).numpy()
         start, stop = region[-1]
         skip = start % self._type.elements
-        result = torch.empty((rows.shape[0], stop - start), dtype=dtype)
+        result = torch.empty((rows.shape[0], stop - start), dtype=dtype, device="cpu")
         for begin in range(0, rows.shape[0], _ROWS):
             with np.errstate(all="ignore"):  # scales may be infinite: that is what is stored
                 values = torch.from_numpy(dequantize(rows[begin : begin + _ROWS], kind))
