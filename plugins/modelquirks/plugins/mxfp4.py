@@ -8,8 +8,10 @@ an E8M0 exponent, ``2 ** (byte - 127)``. Sources: OCP Microscaling Formats 1.0 Â
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
+from modelquirks.plugins.codes import E2M1
 from modelquirks.quirks.recipe import RecipeError, Region, Scheme, Settings, TensorType
 
 if TYPE_CHECKING:
@@ -22,10 +24,6 @@ _GROUP = 32
 _BYTES = _GROUP // 2
 _CHUNK = 1 << 14
 """Groups computed at a time: a few MiB of temporary memory, which is what fits in a cache."""
-
-# sign, two bits of exponent, one of mantissa
-_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-_VALUES = (*_MAGNITUDES, *(-value for value in _MAGNITUDES))
 
 
 class Mxfp4(Scheme):
@@ -87,7 +85,7 @@ def _unpacked(blocks: torch.Tensor, bits: torch.Tensor, dtype: torch.dtype) -> t
     """Return ``[n, 32]`` values of ``[n, 16]`` bytes and their n scale bytes."""
     import torch
 
-    pairs = _pairs(dtype, blocks.device)
+    pairs = _pairs(dtype).to(blocks.device)
     packed = torch.empty(blocks.shape, dtype=pairs.dtype, device=blocks.device)
     for start in range(0, blocks.shape[0], _CHUNK):
         chunk = slice(start, start + _CHUNK)
@@ -97,15 +95,16 @@ def _unpacked(blocks: torch.Tensor, bits: torch.Tensor, dtype: torch.dtype) -> t
     return packed.view(dtype)
 
 
-def _pairs(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+@cache  # an expert of a few thousand groups takes little longer than the table
+def _pairs(dtype: torch.dtype) -> torch.Tensor:
     """Return for each byte its two values, as one element that is twice as wide as *dtype*."""
     import torch
 
     wide = {2: torch.int32, 4: torch.int64, 8: torch.complex128}.get(dtype.itemsize)
     if wide is None or not dtype.is_floating_point:
         raise RecipeError(f"an mxfp4 weight cannot be made in {dtype}: ask for a 16-bit float")
-    values = torch.tensor(_VALUES, dtype=dtype, device=device)
-    byte = torch.arange(256, device=device)
+    values = torch.tensor(E2M1, dtype=dtype, device="cpu")
+    byte = torch.arange(256, device="cpu")
     return torch.stack((values[byte & 0x0F], values[byte >> 4]), dim=-1).view(wide).view(256)
 
 
