@@ -222,7 +222,10 @@ def test_the_name_of_a_parameter_is_a_good_key(save: Save, tmp_path: Path, their
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         loaded = load_checkpoint_and_dispatch(Root(), tmp_path, **options)
-    assert torch.equal(loaded(torch.ones(8)), source(torch.ones(8)))
+    for name, tensor in loaded.state_dict().items():
+        assert torch.equal(tensor, source.state_dict()[name])
+    # Not equal bit for bit on every CPU: a view of the file begins where the file has it.
+    torch.testing.assert_close(loaded(torch.ones(8)), source(torch.ones(8)))
 
 
 def test_tensors_without_a_device_are_all_named(
