@@ -19,7 +19,7 @@ __all__ = ["PassingReader"]
 _SMALL = 1 << 16
 """Bytes that are simply touched: asking for them costs more than a fault."""
 
-_MANY = 32
+_MANY = 64
 """Small reads after which the files are mapped anew. Each fault maps what is around it: 64 KiB, or
 2 MiB where the page cache holds the file in large folios (ext4 does since Linux 6.16)."""
 
